@@ -1,0 +1,60 @@
+"""The errors of this package.
+
+Every message a user can cause names the field, what was expected, what came, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class MegatronWSDError(Exception):
+    """Base of every error raised on purpose by megatron_wsd."""
+
+
+class FieldError(MegatronWSDError, ValueError):
+    """A value the user gave is wrong.
+
+    Args:
+        field: dotted name of the key, flag, argument or file that is wrong.
+        expected: what would have been accepted.
+        got: what came.
+        remedy: what to do about it; a full sentence.
+    """
+
+    def __init__(self, field: str, expected: str, got: object, remedy: str = "") -> None:
+        self.field = field
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        text = f"{field}: expected {expected}, got {got if isinstance(got, str) else repr(got)}."
+        super().__init__(f"{text} {remedy}" if remedy else text)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.field, self.expected, self.got, self.remedy)
+
+
+class ConfigError(FieldError):
+    """The json config, or a flag that overrides it, cannot be used."""
+
+
+class ScheduleError(FieldError):
+    """A learning-rate schedule that cannot be built, or a state that belongs to another one."""
+
+
+class DataError(FieldError):
+    """A corpus, an index or a mix that cannot be read as asked."""
+
+
+class CheckpointError(FieldError):
+    """A checkpoint that is torn, missing or belongs to something else."""
+
+
+class NativeError(FieldError):
+    """A buffer that must not cross into the C++ extension, or an extension that is not there."""
+
+
+class IslandError(FieldError):
+    """Islands that cannot work together: missing, different, or out of step."""
+
+
+class ExchangeError(MegatronWSDError):
+    """An exchange between islands failed; the round is void and nothing has stepped."""
