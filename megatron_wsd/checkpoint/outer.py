@@ -1,0 +1,179 @@
+"""The outer state on disk: one safetensors file a rank, and a json manifest written last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wsd import __version__
+from megatron_wsd.checkpoint.files import replace_file, write_json
+from megatron_wsd.config import Config
+from megatron_wsd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_wsd.diloco.island import IslandGroup
+    from megatron_wsd.diloco.round import OuterState
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def _rank_file(rank: int) -> str:
+    return f"outer_rank{rank:05d}.safetensors"
+
+
+def _segments(state: OuterState) -> list[list[Any]]:
+    return [[s.name, s.numel, s.element0, s.quantised] for s in state.layout.segments]
+
+
+def _kind(config: Config) -> dict[str, Any]:
+    return {"optimizer": config.outer.optimizer, "state_bits": config.outer.state_bits}
+
+
+def agreed(group: IslandGroup, what: Path, action: Callable[[], None]) -> None:
+    """Run ``action`` on every rank; if it fails on one, raise on all.
+
+    Raises:
+        CheckpointError: on every rank; with the cause on the rank that failed.
+    """
+    cause: Exception | None = None
+    try:
+        action()
+    except (OSError, CheckpointError) as e:
+        cause = e
+    if group.all_agree(cause is None):
+        return
+    if isinstance(cause, CheckpointError):
+        raise cause
+    if cause is not None:
+        raise CheckpointError(
+            str(what),
+            "to read or write it",
+            f"{type(cause).__name__}: {cause}",
+            "Free space or mend the file system; complete checkpoints are untouched.",
+        ) from cause
+    raise CheckpointError(str(what), "success on every rank", "a failure on another rank", "See its message.")
+
+
+def save_outer(
+    folder: Path, state: OuterState, config: Config, group: IslandGroup, extra: dict[str, int]
+) -> None:
+    """Write it; all ranks of the island must call it. The manifest makes it complete.
+
+    Args:
+        folder: made if it is not there.
+        state: what to write.
+        config: named in the manifest.
+        group: the ranks of this island.
+        extra: further numbers, equal on all ranks.
+
+    Raises:
+        CheckpointError: a file cannot be written; on all ranks.
+    """
+    from safetensors.torch import save_file
+
+    digests = [row[0] for row in group.gather([_int64(state.digest())])]
+    target = folder / _rank_file(group.rank)
+
+    def clear() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if group.rank == 0:
+            (folder / MANIFEST).unlink(missing_ok=True)
+
+    def write() -> None:
+        part = target.with_suffix(".part")
+        save_file(state.tensors(), str(part), metadata={"segments": json.dumps(_segments(state))})
+        replace_file(part, target)
+
+    def finish() -> None:
+        if group.rank == 0:
+            write_json(
+                folder / MANIFEST,
+                {
+                    "format": FORMAT,
+                    "version": __version__,
+                    "ranks": group.size,
+                    "outer": _kind(config),
+                    "counters": state.counters(),
+                    "extra": extra,
+                    "digests": [f"{d & ((1 << 64) - 1):016x}" for d in digests],
+                },
+            )
+
+    for action in (clear, write, finish):
+        agreed(group, folder, action)
+
+
+def load_outer(folder: Path, state: OuterState, config: Config, group: IslandGroup) -> dict[str, int]:
+    """Read what `save_outer` wrote into ``state``; all ranks of the island must call it.
+
+    Returns:
+        The extra numbers given to `save_outer`.
+
+    Raises:
+        CheckpointError: torn, damaged, or of another model, outer optimizer or number of ranks.
+    """
+    from safetensors import safe_open
+
+    manifest: dict[str, Any] = {}
+
+    def read() -> None:
+        manifest.update(_read_manifest(folder))
+        _same(
+            folder, "ranks", manifest["ranks"], group.size, "Resume with as many ranks as it was saved with."
+        )
+        for key, value in _kind(config).items():
+            _same(folder, f"outer.{key}", manifest["outer"][key], value, "Resume with the config of the run.")
+        path = folder / _rank_file(group.rank)
+        if not path.exists():
+            raise CheckpointError(str(path), "this rank's part of the outer state", "no such file")
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            saved = json.loads(file.metadata()["segments"])
+            for theirs, mine in zip(saved, _segments(state), strict=False):
+                _same(folder, "parameter", theirs, mine, "The checkpoint is of another model.")
+            _same(
+                folder, "number of parameters", len(saved), len(_segments(state)), "It is of another model."
+            )
+            for name, tensor in state.tensors().items():
+                stored = file.get_tensor(name)
+                if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+                    raise CheckpointError(
+                        f"{path}: {name}",
+                        f"{tuple(tensor.shape)} {tensor.dtype}",
+                        f"{tuple(stored.shape)} {stored.dtype}",
+                    )
+                tensor.copy_(stored)
+        state.take_counters(manifest["counters"])
+        digest = f"{state.digest() & ((1 << 64) - 1):016x}"
+        _same(
+            path, "digest", manifest["digests"][group.rank], digest, "The file is damaged; use an older one."
+        )
+
+    agreed(group, folder, read)
+    return dict(manifest["extra"])
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(str(folder), f"a {MANIFEST}", "none: it was not written to its end") from None
+    except json.JSONDecodeError as e:
+        raise CheckpointError(
+            str(folder / MANIFEST), "valid json", str(e), "Use an older checkpoint."
+        ) from None
+    _same(folder, "format", manifest.get("format"), FORMAT, "Use the version that wrote it.")
+    return dict(manifest)
+
+
+def _same(where: Path, what: str, saved: object, now: object, remedy: str) -> None:
+    if saved != now:
+        raise CheckpointError(
+            f"{where}: {what}", f"{now}, as this run has", f"{saved} in the checkpoint", remedy
+        )
+
+
+def _int64(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

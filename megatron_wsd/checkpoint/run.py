@@ -1,0 +1,164 @@
+"""One checkpoint of one island: engine, outer state, schedule, data position, random states."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wsd import __version__
+from megatron_wsd.checkpoint.files import replace_file
+from megatron_wsd.checkpoint.outer import agreed
+from megatron_wsd.checkpoint.store import CheckpointStore, newest_common
+from megatron_wsd.config import Config
+from megatron_wsd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_wsd.data.mix import MixSampler
+    from megatron_wsd.diloco.island import IslandAddress
+    from megatron_wsd.diloco.loop import OuterLoop
+
+log = logging.getLogger(__name__)
+
+_ENGINE_TAG = "state"
+
+
+class RunCheckpoints:
+    """Saves and loads the checkpoints of this island; every method is collective unless it says otherwise.
+
+    Args:
+        root: ``RUN/island_<i>/checkpoints``.
+        config: of the run; its digest goes into every manifest.
+    """
+
+    def __init__(self, root: Path, config: Config) -> None:
+        self.store = CheckpointStore(root, config.checkpoint.keep)
+        self._config = config
+
+    def choose(self, run_dir: Path, address: IslandAddress) -> int | None:
+        """The step to resume from, None if there is no complete checkpoint; for one rank alone.
+
+        Raises:
+            CheckpointError: the checkpoint is of another config.
+        """
+        step = newest_common(run_dir, address.island, address.islands)
+        if step is None:
+            log.warning("--resume: no complete checkpoint in %s, starting fresh", self.store.root)
+            return None
+        manifest = self.store.manifest(step) or {}
+        if manifest.get("config") != self._config.digest():
+            raise CheckpointError(
+                str(self.store.folder(step)),
+                f"a checkpoint of this config ({self._config.digest()})",
+                f"one of {manifest.get('config')}",
+                "Resume with the config.json of the run folder.",
+            )
+        return step
+
+    def save(self, engine: Any, outer: OuterLoop, sampler: MixSampler, step: int) -> None:
+        """Write everything aside, then give it its name.
+
+        Raises:
+            CheckpointError: it cannot be written; older checkpoints are untouched.
+        """
+        group, staging = outer.group, self.store.staging(step)
+        first = group.rank == 0
+        try:
+            agreed(group, self.store.root, lambda: self.store.begin(step, _bytes(outer)) if first else None)
+            agreed(group, staging, lambda: _save_engine(engine, staging))
+            outer.save(staging / "outer")
+            agreed(group, staging, lambda: _save_random(staging, group.rank))
+            content = {
+                "version": __version__,
+                "config": self._config.digest(),
+                "ranks": group.size,
+                "inner_step": outer.inner_step,
+                "outer_step": outer.outer_step,
+                "tokens": outer.tokens,
+                "schedule": engine.lr_scheduler.state_dict(),
+                "sampler": sampler.state_dict(),
+            }
+            agreed(group, staging, lambda: self.store.complete(step, content) if first else None)
+        except CheckpointError:
+            if first:
+                self.store.discard(step)
+            raise
+
+    def load_engine(self, engine: Any, step: int) -> None:
+        """Weights, inner optimizer and schedule.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        folder = self.store.folder(step)
+        try:
+            path, _ = engine.load_checkpoint(str(folder / "engine"), tag=_ENGINE_TAG)
+        except (RuntimeError, KeyError, ValueError, AssertionError) as e:
+            raise CheckpointError(
+                str(folder),
+                "a checkpoint of this model and number of ranks",
+                f"one that DeepSpeed cannot load: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
+                "Resume with the config of the run.",
+            ) from e
+        if path is None:
+            raise CheckpointError(str(folder / "engine"), "DeepSpeed's files", "none that it can load")
+
+    def load_rest(self, outer: OuterLoop, sampler: MixSampler, step: int) -> None:
+        """Outer state, data position, random states.
+
+        Raises:
+            CheckpointError: torn, damaged or of something else.
+            DataError: the corpora are not those of the run.
+        """
+        folder = self.store.folder(step)
+        outer.load(folder / "outer")
+        manifest = json.loads((folder / "checkpoint.json").read_text())
+        sampler.load_state_dict(manifest["sampler"])
+        agreed(outer.group, folder, lambda: _load_random(folder, outer.group.rank))
+
+
+def _bytes(outer: OuterLoop) -> int:
+    """About what a checkpoint takes: fp32 masters and two moments, weights, and the outer state."""
+    shard = outer.state.anchor.numel()
+    own = shard * 16 + sum(t.numel() * t.element_size() for t in outer.state.tensors().values())
+    return int(1.05 * own * outer.group.size) + (1 << 20)
+
+
+def _save_engine(engine: Any, staging: Path) -> None:
+    try:
+        engine.save_checkpoint(str(staging / "engine"), tag=_ENGINE_TAG)
+    except RuntimeError as e:  # torch's zip writer raises this when the disk is full
+        raise OSError(str(e).splitlines()[0]) from e
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"random_rank{rank:05d}.safetensors"
+
+
+def _save_random(folder: Path, rank: int) -> None:
+    """The states of torch's generators and of megatron-core's named ones; all are uint8 tensors."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from safetensors.torch import save_file
+
+    states = {f"tracker.{name}": state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    target = _random_file(folder, rank)
+    save_file(states, str(target.with_suffix(".part")))
+    replace_file(target.with_suffix(".part"), target)
+
+
+def _load_random(folder: Path, rank: int) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from safetensors.torch import load_file
+
+    states = load_file(str(_random_file(folder, rank)))
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    named = {k.removeprefix("tracker."): v for k, v in states.items() if k.startswith("tracker.")}
+    get_cuda_rng_tracker().set_states(named)

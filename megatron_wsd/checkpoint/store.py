@@ -1,0 +1,125 @@
+"""The checkpoints of one island: named by step, written aside, renamed when complete."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_wsd.checkpoint.files import fsync_folder, write_json
+from megatron_wsd.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+_NAME = re.compile(r"step_(\d{8})")
+
+
+class CheckpointStore:
+    """Folders ``step_00000100`` under ``root``; those with a manifest that fits are complete.
+
+    Not collective: one rank of an island does the naming and renaming.
+
+    Args:
+        root: ``RUN/island_<i>/checkpoints``.
+        keep: complete checkpoints to keep.
+    """
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root, self._keep = root, keep
+
+    def folder(self, step: int) -> Path:
+        """Where the complete checkpoint of a step is."""
+        return self.root / f"step_{step:08d}"
+
+    def staging(self, step: int) -> Path:
+        """Where the checkpoint of a step is written before it is complete."""
+        return self.root / f"step_{step:08d}.part"
+
+    def begin(self, step: int, expected_bytes: int) -> None:
+        """Make an empty staging folder.
+
+        Raises:
+            CheckpointError: the file system cannot take ``expected_bytes``.
+        """
+        staging = self.staging(step)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        free = shutil.disk_usage(staging).free
+        if free < expected_bytes:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(
+                str(self.root),
+                f"{expected_bytes / 1e9:.2f} GB free for a checkpoint",
+                f"{free / 1e9:.2f} GB",
+                "Free space, then resume from the newest complete checkpoint with --resume.",
+            )
+
+    def discard(self, step: int) -> None:
+        """Remove what was staged."""
+        shutil.rmtree(self.staging(step), ignore_errors=True)
+
+    def complete(self, step: int, content: dict[str, Any]) -> Path:
+        """List the staged files in a manifest and give the folder its name; then prune old ones.
+
+        Args:
+            step: of the staged checkpoint.
+            content: what else the manifest shall say; json-able.
+        """
+        staging, final = self.staging(step), self.folder(step)
+        files = {
+            str(p.relative_to(staging)): p.stat().st_size for p in sorted(staging.rglob("*")) if p.is_file()
+        }
+        write_json(staging / MANIFEST, {**content, "step": step, "files": files})
+        old = self.root / f"step_{step:08d}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        staging.rename(final)
+        fsync_folder(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+        for stale in self.steps()[: -self._keep]:
+            shutil.rmtree(self.folder(stale), ignore_errors=True)
+        return final
+
+    def manifest(self, step: int) -> dict[str, Any] | None:
+        """The manifest of a step; None if the checkpoint is torn: no manifest, a file missing or short."""
+        folder = self.folder(step)
+        try:
+            content = json.loads((folder / MANIFEST).read_text())
+            whole = all((folder / name).stat().st_size == size for name, size in content["files"].items())
+        except (OSError, ValueError, KeyError):
+            return None
+        return dict(content) if whole else None
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        if not self.root.is_dir():
+            return []
+        found = []
+        for entry in self.root.iterdir():
+            match = _NAME.fullmatch(entry.name)
+            if match is None:
+                continue
+            if self.manifest(int(match[1])) is None:
+                log.warning("ignoring %s: it is torn", entry)
+            else:
+                found.append(int(match[1]))
+        return sorted(found)
+
+
+def newest_common(run_dir: Path, island: int, islands: int) -> int | None:
+    """The step that an island resumes from: the newest that all islands have, else its own newest.
+
+    Folders of other islands that are not on this file system do not count.
+    """
+    own = CheckpointStore(run_dir / f"island_{island}" / "checkpoints", 2).steps()
+    common = set(own)
+    for other in range(islands):
+        root = run_dir / f"island_{other}" / "checkpoints"
+        if other != island and root.is_dir():
+            common &= set(CheckpointStore(root, 2).steps())
+    return max(common) if common else max(own, default=None)

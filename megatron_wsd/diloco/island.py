@@ -1,0 +1,111 @@
+"""Who this process is, and how the ranks of one island agree among themselves."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_wsd.errors import IslandError
+
+ENV_ISLAND = "MEGATRON_WSD_ISLAND"
+ENV_ISLANDS = "MEGATRON_WSD_ISLANDS"
+ENV_LIGHTHOUSE = "MEGATRON_WSD_LIGHTHOUSE"
+ENV_STORE = "MEGATRON_WSD_STORE"
+ENV_RUN_DIR = "MEGATRON_WSD_RUN_DIR"
+ENV_HOSTNAME = "MEGATRON_WSD_HOSTNAME"
+
+
+@dataclass(frozen=True)
+class IslandAddress:
+    """Where this process stands, as the launcher told it through the environment.
+
+    Attributes:
+        island: number of this island, from 0.
+        islands: number of islands of the run.
+        lighthouse: http address of torchft's lighthouse.
+        store: host and port of this island's TCPStore, held by its launcher.
+        hostname: address under which the other islands reach this machine.
+        run_dir: the run folder, None outside the launcher's.
+    """
+
+    island: int
+    islands: int
+    lighthouse: str
+    store: tuple[str, int]
+    hostname: str
+    run_dir: Path | None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> IslandAddress:
+        """Read it.
+
+        Raises:
+            IslandError: the process was not started by `megatron-wsd launch` or `launch/island.sh`.
+        """
+        missing = [k for k in (ENV_ISLAND, ENV_ISLANDS, ENV_LIGHTHOUSE, ENV_STORE) if not environ.get(k)]
+        if missing:
+            raise IslandError(
+                missing[0],
+                "this environment variable, which the launcher sets",
+                "nothing",
+                "Start the script with `megatron-wsd launch --script ...` or `launch/island.sh`.",
+            )
+        try:
+            island, islands = int(environ[ENV_ISLAND]), int(environ[ENV_ISLANDS])
+            host, _, port = environ[ENV_STORE].rpartition(":")
+            store = (host.strip("[]"), int(port))
+        except ValueError as e:
+            raise IslandError(f"{ENV_ISLAND}, {ENV_ISLANDS}, {ENV_STORE}", "numbers", str(e)) from None
+        if not 0 <= island < islands:
+            raise IslandError(ENV_ISLAND, f"0 to {islands - 1}", island)
+        lighthouse = environ[ENV_LIGHTHOUSE]
+        local = any(name in lighthouse for name in ("//localhost", "//127.", "//[::1]"))
+        hostname = environ.get(ENV_HOSTNAME) or ("localhost" if local else socket.gethostname())
+        run_dir = Path(environ[ENV_RUN_DIR]) if environ.get(ENV_RUN_DIR) else None
+        return cls(island, islands, lighthouse, store, hostname, run_dir)
+
+
+class IslandGroup:
+    """A gloo group over the ranks of this island, for the outer half alone.
+
+    DeepSpeed's own groups are never used, so that nothing of the outer half can be reordered against
+    what DeepSpeed does. To be made on the main thread, by all ranks.
+
+    Args:
+        timeout_s: of one agreement; must exceed what one rank may spend alone in an exchange.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def all_agree(self, ok: bool) -> bool:
+        """True if every rank said True. All ranks must call it."""
+        flag = torch.tensor([int(ok)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
+
+    def gather(self, values: list[int]) -> list[list[int]]:
+        """The int64 ``values`` of every rank, by rank; equally many on each. All ranks must call it."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [t.tolist() for t in everyone]
+
+    def broadcast(self, values: list[int]) -> list[int]:
+        """Rank 0's int64 ``values`` on every rank. All ranks must call it."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(tensor, src=0, group=self._group)
+        return [int(v) for v in tensor]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_agree(True)

@@ -1,0 +1,308 @@
+"""The outer loop beside a DeepSpeed engine: `attach`, then `step` after every `engine.step()`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wsd.checkpoint.outer import load_outer, save_outer
+from megatron_wsd.config import BLOCK, Config, parse_config
+from megatron_wsd.diloco.capture import Contribution, capture
+from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
+from megatron_wsd.errors import ConfigError, IslandError
+from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
+from megatron_wsd.optim.outer import OuterHyper, make_outer
+from megatron_wsd.shards.zero3 import Zero3Shards
+
+log = logging.getLogger(__name__)
+
+
+def attach(engine: Any, config: Config | None = None, *, data_digest: int = 0) -> OuterLoop:
+    """Put the outer loop beside a DeepSpeed engine.
+
+    Must be called by all ranks of the island, after `deepspeed.initialize` and after a checkpoint of the
+    engine was loaded, on the main thread. Waits for the other islands at the first `OuterLoop.step`, or
+    when `OuterLoop.meet` is called.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, ZeRO stage 3.
+        config: a validated config; by default read from the block ``"megatron_wsd"`` of the engine's json.
+        data_digest: non-negative int63 of the corpora; islands with different ones are refused.
+
+    Raises:
+        ConfigError: the config is wrong.
+        IslandError: not started by the launcher, or no lighthouse answers.
+    """
+    address = IslandAddress.from_environ()
+    if config is None:
+        raw = engine._config._param_dict
+        if not isinstance(raw, dict) or BLOCK not in raw:
+            raise ConfigError(
+                BLOCK, "this block in the DeepSpeed json", "none", "Add it; {} takes the defaults."
+            )
+        ranks = torch.distributed.get_world_size()
+        config = parse_config(dict(raw), "the DeepSpeed json", islands=address.islands, ranks=ranks)
+    return OuterLoop(engine, config, address, data_digest)
+
+
+class OuterLoop:
+    """The synchronous outer loop of one rank.
+
+    Attributes:
+        inner_step: inner steps of the run; moves ahead at once when this island was left behind.
+        last_round: the newest `RoundResult`; None before the first.
+    """
+
+    def __init__(self, engine: Any, config: Config, address: IslandAddress, data_digest: int = 0) -> None:
+        self._data_digest = data_digest
+        self._engine, self._config, self._address = engine, config, address
+        # One agreement may have to wait while another rank sits out a quorum and an exchange.
+        patience = (
+            config.islands.join_timeout_s
+            + config.islands.heartbeat_timeout_s
+            + 4 * config.sync.timeout_s
+            + 60
+        )
+        self._group = IslandGroup(patience)
+        self._shards = Zero3Shards(engine)
+        layout = FlatLayout(
+            [
+                Segment(
+                    name=s.name,
+                    key=parameter_key(s.name),
+                    numel=s.numel,
+                    element0=s.start,
+                    quantised=config.outer.state_bits == 8 and wants_8bit(s.name, s.global_numel, s.shape),
+                )
+                for s in self._shards.shards
+            ]
+        )
+        anchor = torch.zeros(layout.total, dtype=torch.float32)
+        self._shards.read(layout.views(anchor))
+        outer = config.outer
+        hyper = OuterHyper(
+            lr=outer.lr,
+            betas=outer.betas,
+            eps=outer.eps,
+            weight_decay=outer.weight_decay,
+            momentum=outer.momentum if outer.optimizer == "nesterov" else 0.0,
+            nesterov=outer.optimizer == "nesterov",
+            seed=config.data.seed,
+        )
+        self._state = OuterState(layout, anchor, make_outer(outer.optimizer, layout, hyper))
+        self._scratch = torch.zeros_like(anchor)
+        self._half: OuterHalf | None = None
+        self._seat: Membership | None = None
+        self._steps_since_base = 0
+        self._tokens_since_base = 0
+        self._engine_step = int(engine.global_steps)
+        self.inner_step = int(engine.global_steps)
+        self.last_round: RoundResult | None = None
+
+    @property
+    def config(self) -> Config:
+        """The validated config."""
+        return self._config
+
+    @property
+    def island(self) -> int:
+        """Number of this island."""
+        return self._address.island
+
+    @property
+    def group(self) -> IslandGroup:
+        """The ranks of this island."""
+        return self._group
+
+    @property
+    def outer_step(self) -> int:
+        """Committed outer rounds."""
+        return self._state.outer_step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens committed over all islands."""
+        return self._state.tokens
+
+    @property
+    def state(self) -> OuterState:
+        """Anchor and outer optimizer of this rank's shard."""
+        return self._state
+
+    def _joined(self) -> OuterHalf:
+        if self._half is None:
+            self._seat = Membership(self._address, self._group, self._config)
+            self._half = OuterHalf(
+                self._config, self._address.island, self._group, self._seat, self._state, self._data_digest
+            )
+        return self._half
+
+    def meet(self) -> RoundResult:
+        """Wait for the other islands, compare configs and weights, take over their state if behind.
+
+        Called once after a start; `step` does it if the caller did not. A fresh run waits for all
+        islands; a resumed one goes on without the missing after ``start_timeout_s`` if enough are there.
+
+        Raises:
+            IslandError: islands are missing, or differ in config or initial weights.
+        """
+        half = self._joined()
+        count, islands = self._address.islands, self._config.islands
+        started, told = time.monotonic(), 0.0
+        while True:
+            result = half.run_round(None, self.inner_step)
+            waited = time.monotonic() - started
+            here = result.decision.islands if result.decision else ()
+            if result.committed or result.healed:
+                self._adopt(result)
+            under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
+            late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
+            if not result.void and (len(here) == count or result.committed or under_way):
+                break
+            if late and not result.void and self.outer_step > 0 and len(here) >= (islands.min_islands or 1):
+                log.warning("going on with islands %s of %d", list(here), count)
+                break
+            if late:
+                missing = sorted(set(range(count)) - set(here))
+                raise IslandError(
+                    "megatron_wsd.islands.start_timeout_s",
+                    f"all {count} islands within {islands.start_timeout_s:g} s",
+                    f"none of islands {missing}" + (f" ({result.reason})" if result.void else ""),
+                    "Look at their logs, start them, or raise the timeout.",
+                )
+            if waited - told > 10 and self._group.rank == 0:
+                told = waited
+                log.info("waiting for islands %s", sorted(set(range(count)) - set(here)))
+            time.sleep(0.5)
+        half.settled = True
+        self.last_round = result
+        return result
+
+    def round_due(self) -> bool:
+        """Whether the next `step` after one more inner step would run a round."""
+        return self._steps_since_base + 1 >= self._config.sync.inner_steps
+
+    def step(self, tokens: int | None = None) -> RoundResult | None:
+        """To be called after every `engine.step()`, by all ranks of the island.
+
+        Counts the inner step if the engine has just applied one, and after ``inner_steps`` of them runs a
+        synchronous round: on return the island holds the new anchor.
+
+        Args:
+            tokens: of the island's inner step; by default its samples are counted.
+
+        Returns:
+            The round, or None if none was due.
+
+        Raises:
+            IslandError: too many void rounds in a row, or islands that cannot work together.
+        """
+        if self._half is None or not self._half.settled:
+            self.meet()
+        if int(self._engine.global_steps) == self._engine_step:
+            return None
+        self._engine_step = int(self._engine.global_steps)
+        self.inner_step += 1
+        self._steps_since_base += 1
+        self._tokens_since_base += int(self._engine.train_batch_size()) if tokens is None else tokens
+        if self._steps_since_base < self._config.sync.inner_steps:
+            return None
+        return self._round()
+
+    def finish(self) -> RoundResult | None:
+        """A last round for what was trained since the newest one; None if that is nothing."""
+        return self._round() if self._steps_since_base else None
+
+    def _round(self) -> RoundResult:
+        half = self._joined()
+        contribution: Contribution | None = capture(
+            self._shards,
+            self._state.layout,
+            self._state.anchor,
+            self._scratch,
+            version=self._state.outer_step,
+            steps=self._steps_since_base,
+            tokens=self._tokens_since_base,
+        )
+        voids = 0
+        while True:
+            result = half.run_round(contribution, self.inner_step)
+            self.last_round = result
+            if not result.void:
+                break
+            voids += 1
+            if result.healed:
+                contribution = None  # it was trained from a version that this island no longer holds
+            log.warning("round void (%d in a row): %s", voids, result.reason)
+            if voids >= self._config.sync.max_voids:
+                raise IslandError(
+                    "megatron_wsd.sync.max_voids",
+                    f"a round that commits within {self._config.sync.max_voids} attempts",
+                    result.reason,
+                    "Look at the network between the islands; resume with --resume.",
+                )
+            time.sleep(min(0.1 * 2**voids, 5.0))
+        if result.decision is not None and result.decision.dropped and self._group.rank == 0:
+            log.error(
+                "islands %s sent a pseudo-gradient with NaN or Inf; it was dropped",
+                list(result.decision.dropped),
+            )
+        self._adopt(result)
+        return result
+
+    def _adopt(self, result: RoundResult) -> None:
+        """Make the island hold the anchor, and stand where the others stand."""
+        self._shards.write(self._state.layout.views(self._state.anchor))
+        self._steps_since_base = self._tokens_since_base = 0
+        ahead = result.decision.inner_step if result.decision else self.inner_step
+        if ahead != self.inner_step:
+            self.inner_step = ahead
+            self._engine.global_steps = ahead
+            self._engine.global_samples = ahead * self._engine.train_batch_size()
+            self._engine.micro_steps = ahead * self._engine.gradient_accumulation_steps()
+            self._engine_step = ahead
+            scheduler = getattr(self._engine, "lr_scheduler", None)
+            if hasattr(scheduler, "set_position"):
+                scheduler.set_position(ahead)
+
+    def digest(self) -> int:
+        """Of the outer state over all ranks of the island; all ranks must call it."""
+        return self._joined().refresh_digest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the outer state beside the engine's checkpoint; all ranks of the island must call it.
+
+        One safetensors file a rank and a json manifest, complete or not there at all.
+        """
+        extra = {
+            "steps_since_base": self._steps_since_base,
+            "tokens_since_base": self._tokens_since_base,
+            "inner_step": self.inner_step,
+        }
+        save_outer(Path(folder), self._state, self._config, self._group, extra)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote; to be called after the engine's checkpoint was loaded, before `meet`.
+
+        Raises:
+            CheckpointError: it is torn, or belongs to another model, config or number of ranks.
+        """
+        extra = load_outer(Path(folder), self._state, self._config, self._group)
+        self._steps_since_base = extra["steps_since_base"]
+        self._tokens_since_base = extra["tokens_since_base"]
+        self.inner_step = extra["inner_step"]
+        self._engine_step = int(self._engine.global_steps)
+        if self._half is not None:
+            self._half.refresh_digest()
+
+    def close(self) -> None:
+        """Leave the other islands."""
+        if self._seat is not None:
+            self._seat.shutdown()
+            self._seat = None

@@ -1,0 +1,235 @@
+"""Which islands are alive, through torchft: quorum, the group between equal ranks, the vote.
+
+Each rank of an island holds a `torchft.Manager`. The managers of one island ask the lighthouse together;
+it answers with the islands that take part, and torchft reconfigures a process group between the equal
+ranks of those islands. Healing is not left to the Manager: it would heal rank by rank, and cannot see
+two islands that stand at the same step with different contents (see `round`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from megatron_wsd.config import Config
+from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.errors import ExchangeError, IslandError
+
+log = logging.getLogger(__name__)
+
+
+def check_lighthouse(address: str, timeout_s: float = 10.0) -> None:
+    """Fail within seconds, and say why, when no lighthouse listens.
+
+    Raises:
+        IslandError: nothing answers at ``address`` for ``timeout_s`` seconds, or it is no address.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.hostname or not parts.port:
+        raise IslandError("--lighthouse", "an address such as http://HOST:29510", address)
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((parts.hostname, parts.port), timeout=timeout_s).close()
+            return
+        except OSError as e:
+            if time.monotonic() > end:
+                raise IslandError(
+                    "--lighthouse",
+                    "a torchft lighthouse that answers",
+                    f"{address}: {e}",
+                    "Start it with `torchft_lighthouse`, or check host, port and firewall.",
+                ) from None
+        time.sleep(0.2)
+
+
+def _no_transport() -> Any:
+    """A checkpoint transport that serves nothing: torchft's default opens a port on every interface."""
+    from torchft.checkpointing import CheckpointTransport
+
+    class NoTransport(CheckpointTransport[Any]):
+        def metadata(self) -> str:
+            return ""
+
+        def send_checkpoint(
+            self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+        ) -> None:
+            raise RuntimeError("healing does not go through torchft's transport")
+
+        def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+            raise RuntimeError("healing does not go through torchft's transport")
+
+        def disallow_checkpoint(self) -> None:
+            pass
+
+        def shutdown(self, wait: bool = True) -> None:
+            pass
+
+    return NoTransport()
+
+
+class Membership:
+    """This rank's seat among the equal ranks of all islands.
+
+    All methods but `gather` and `broadcast` must be called by all ranks of the island together.
+
+    Args:
+        address: who this island is and where the lighthouse is.
+        group: the ranks of this island.
+        config: for the timeouts and the fewest islands.
+
+    Raises:
+        IslandError: the lighthouse does not answer.
+    """
+
+    def __init__(self, address: IslandAddress, group: IslandGroup, config: Config) -> None:
+        self._address, self._group, self._config = address, group, config
+        self._exchange_timeout = timedelta(seconds=config.sync.timeout_s)
+        self._quorum_timeout = timedelta(
+            seconds=config.islands.join_timeout_s + config.islands.heartbeat_timeout_s
+        )
+        self._manager: Any = None
+        self._pg: Any = None
+        self._step = 0
+        self.bytes_moved = 0
+        check_lighthouse(address.lighthouse)
+        self._build()
+
+    def _build(self) -> None:
+        """Make the Manager; rank 0 first, since the others find it through the island's store."""
+        from torchft import Manager, ProcessGroupGloo
+
+        def make() -> None:
+            self._pg = ProcessGroupGloo(timeout=self._exchange_timeout)
+            self._manager = Manager(
+                pg=self._pg,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=self._config.islands.min_islands or 1,
+                use_async_quorum=False,
+                timeout=self._exchange_timeout,
+                quorum_timeout=self._quorum_timeout,
+                connect_timeout=timedelta(seconds=10),
+                rank=self._group.rank,
+                world_size=self._group.size,
+                store_addr=self._address.store[0],
+                store_port=self._address.store[1],
+                lighthouse_addr=self._address.lighthouse,
+                # torchft orders replicas by this string.
+                replica_id=f"island_{self._address.island:06d}",
+                hostname=self._address.hostname,
+                checkpoint_transport=_no_transport(),
+                init_sync=False,
+            )
+
+        if self._group.rank == 0:
+            make()
+        self._group.barrier()
+        if self._group.rank != 0:
+            make()
+        self._group.barrier()
+
+    def start_round(self, step: int) -> None:
+        """Take part in the next quorum; waits for every live island, up to ``join_timeout_s``.
+
+        Args:
+            step: this island's outer step.
+
+        Raises:
+            ExchangeError: no quorum; the seat has been rebuilt and the next call may succeed.
+        """
+        self._step = max(0, step)
+        self._manager.load_state_dict({"step": self._step, "batches_committed": 0})
+        problem = ""
+        try:
+            self._manager.start_quorum(allow_heal=False, timeout=self._quorum_timeout)
+        except Exception as e:  # torchft raises RuntimeError, TimeoutError and its own
+            problem = f"{type(e).__name__}: {e}"
+        if not self._group.all_agree(not problem):
+            self._rebuild()
+            raise ExchangeError(f"no quorum: {problem or 'another rank of this island got none'}")
+
+    def _rebuild(self) -> None:
+        """After a quorum that raised, the Manager would raise for ever: make a new one."""
+        log.warning("rebuilding the torchft manager after a failed quorum")
+        with contextlib.suppress(Exception):
+            self._manager.shutdown(wait=False)
+        self._group.barrier()
+        check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s)
+        self._build()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group between the islands was configured and has not failed since."""
+        return self._manager.errored() is None
+
+    @property
+    def size(self) -> int:
+        """Islands in the current quorum."""
+        return int(self._pg.size())
+
+    def _run(self, what: str, start: Callable[[], Any]) -> None:
+        if not self.usable:
+            raise ExchangeError(f"{what}: the group has failed before: {self._manager.errored()}")
+        try:
+            start().wait()
+        except Exception as e:  # gloo raises RuntimeError; a torchft group its own kinds
+            self._manager.report_error(e)
+            # Peers that wait for this rank get an error at once instead of a timeout.
+            with contextlib.suppress(Exception):
+                self._pg.abort()
+            raise ExchangeError(f"{what}: {str(e).splitlines()[0]}") from e
+
+    def gather(self, values: list[int]) -> list[list[int]]:
+        """The int64 ``values`` of this rank's equals, in the order of the quorum.
+
+        Raises:
+            ExchangeError: a peer is gone or too late.
+        """
+        mine = torch.tensor(values, dtype=torch.int64)
+        if self.usable and self.size == 1:
+            return [values]
+        everyone = [torch.empty_like(mine) for _ in range(self.size if self.usable else 1)]
+        self._run("agree", lambda: self._pg.allgather([everyone], [mine], AllgatherOptions()))
+        return [t.tolist() for t in everyone]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Send ``tensor`` from the equal rank at place ``source`` of the quorum; in place elsewhere.
+
+        Args:
+            tensor: contiguous, on the CPU, equal in dtype and size on every island.
+            source: place in the quorum.
+
+        Raises:
+            ExchangeError: a peer is gone or too late.
+        """
+        if self.usable and self.size == 1:
+            return
+        self._run("exchange", lambda: self._pg.broadcast_one(tensor, source))
+        self.bytes_moved += tensor.numel() * tensor.element_size()
+
+    def vote(self, ok: bool) -> bool:
+        """torchft's vote: true if every rank of the island is well and enough islands take part."""
+        if not ok and self.usable:
+            self._manager.report_error(ExchangeError("voted against"))
+        try:
+            committed = bool(self._manager.should_commit(timeout=self._exchange_timeout))
+        except Exception as e:  # the island's own manager server is gone or hangs
+            log.warning("vote failed: %s", e)
+            committed = False
+        return self._group.all_agree(committed)
+
+    def shutdown(self) -> None:
+        """Leave. The other islands notice after ``heartbeat_timeout_s``."""
+        with contextlib.suppress(Exception):
+            self._pg.abort()
+        self._manager.shutdown(wait=False)

@@ -1,0 +1,323 @@
+"""One outer round of one rank: agree, exchange, gate and merge, commit, step.
+
+The vote comes before the step: what the islands compare is the digest of the merged pseudo-gradient
+next to the digest of the state it will be applied to, and the step is the same arithmetic on the same
+numbers everywhere. So a void round has nothing to undo, and no failed exchange can step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_wsd.config import Config
+from megatron_wsd.diloco.agree import Decision, Report, combine_digests, decide, to_int64
+from megatron_wsd.diloco.capture import Contribution
+from megatron_wsd.diloco.island import IslandGroup
+from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.merge import merge_coefficients
+from megatron_wsd.diloco.wire import broadcast_flat, buckets
+from megatron_wsd.errors import ExchangeError, IslandError
+from megatron_wsd.optim import native
+from megatron_wsd.optim.layout import FlatLayout
+from megatron_wsd.optim.outer import OuterOptimizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class OuterState:
+    """What all islands hold alike, sharded over the ranks of each.
+
+    Attributes:
+        layout: of the flat buffers.
+        anchor: fp32 [layout.total], the last agreed parameters.
+        optimizer: the outer optimizer and its state.
+        outer_step: committed rounds.
+        tokens: committed tokens over all islands.
+        inner_step: inner steps of the run at the last commit.
+    """
+
+    layout: FlatLayout
+    anchor: torch.Tensor
+    optimizer: OuterOptimizer
+    outer_step: int = 0
+    tokens: int = 0
+    inner_step: int = 0
+
+    def counters(self) -> dict[str, int]:
+        """The json-able part."""
+        return {
+            "outer_step": self.outer_step,
+            "tokens": self.tokens,
+            "inner_step": self.inner_step,
+            "t": self.optimizer.t,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The flat buffers by name, live."""
+        return {"anchor": self.anchor, **self.optimizer.state_tensors()}
+
+    def take_counters(self, counters: dict[str, int]) -> None:
+        """Take over `counters` of another island or of a checkpoint."""
+        self.outer_step = counters["outer_step"]
+        self.tokens = counters["tokens"]
+        self.inner_step = counters["inner_step"]
+        self.optimizer.t = counters["t"]
+
+    def digest(self) -> int:
+        """64-bit digest of anchor and outer state of this rank."""
+        return self.optimizer.digest(self.anchor)
+
+
+@dataclass
+class RoundResult:
+    """What became of one round.
+
+    Attributes:
+        committed: the anchor has moved.
+        void: an exchange or a vote failed; nothing has changed and the same can be offered again.
+        healed: this island received the outer state of another.
+        decision: what the islands agreed on; None if they did not come that far.
+        gates: gate of each contributor.
+        bytes: payload that this rank sent or received.
+        seconds: wall time.
+        digest: of the outer state of this island after the round, over all its ranks.
+        reason: why a round is void or empty.
+    """
+
+    committed: bool = False
+    void: bool = False
+    healed: bool = False
+    decision: Decision | None = None
+    gates: list[float] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+    digest: int = 0
+    reason: str = ""
+
+
+class OuterHalf:
+    """The outer half of one rank.
+
+    `run_round` must be called by all ranks of the island together.
+
+    Args:
+        config: the validated config.
+        island: number of this island.
+        group: the ranks of this island.
+        seat: this rank among its equals.
+        state: anchor and outer optimizer.
+        data_digest: of the corpora, compared between islands.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        island: int,
+        group: IslandGroup,
+        seat: Membership,
+        state: OuterState,
+        data_digest: int = 0,
+    ) -> None:
+        self._config, self._island, self._group, self._seat = config, island, group, seat
+        self.state = state
+        self.settled = False
+        self._merged = torch.zeros_like(state.anchor)
+        self._incoming = torch.empty(
+            min(state.anchor.numel(), max(1, config.sync.bucket_bytes // 4)), dtype=torch.float32
+        )
+        self._data_number = data_digest
+        self._config_number = int(config.digest()[:15], 16)
+        self._outvoted = False
+        self._island_digest = 0
+        self.refresh_digest()
+
+    def refresh_digest(self) -> int:
+        """Digest the outer state anew after it changed; equal on all ranks of the island."""
+        mine = to_int64(self.state.digest())
+        self._island_digest = combine_digests([row[0] for row in self._group.gather([mine])])
+        return self._island_digest
+
+    def run_round(self, contribution: Contribution | None, inner_step: int) -> RoundResult:
+        """Run one round, from quorum to the stepped anchor.
+
+        Args:
+            contribution: this rank's part of the island's; None to meet the others empty-handed.
+            inner_step: inner steps of the run, as this island counts them.
+
+        Raises:
+            IslandError: the islands cannot work together.
+        """
+        result = RoundResult()
+        started, bytes_before = time.perf_counter(), self._seat.bytes_moved
+        try:
+            self._attempt(contribution, inner_step, result)
+        except ExchangeError as e:
+            result.void, result.reason = True, str(e)
+        result.bytes = self._seat.bytes_moved - bytes_before
+        result.seconds = time.perf_counter() - started
+        result.digest = self._island_digest
+        return result
+
+    def _attempt(self, contribution: Contribution | None, inner_step: int, result: RoundResult) -> None:
+        self._seat.start_round(self.state.outer_step)
+        decision = result.decision = self._agree(contribution, inner_step)
+        if self._island in decision.healed:
+            self._note_outvoted(decision)
+        if decision.healed:
+            self._heal(decision)
+            result.healed = self._island in decision.healed
+        if not decision.contributors:
+            result.reason = "nothing to merge"
+            return
+        coefficients = merge_coefficients(
+            decision.staleness,
+            [1.0] * len(decision.contributors),
+            alpha=self._config.outer.alpha,
+            tau_cut=self._config.outer.tau_cut,
+            gated=self._config.outer.optimizer == "cgad",
+        )
+        well, why = True, ""
+        try:
+            self._exchange(decision, coefficients, contribution)
+        except ExchangeError as e:
+            well, why = False, str(e)
+        if not self._commit(well, why):
+            raise ExchangeError(why or "a peer could not commit")
+        self._step(decision)
+        result.committed = True
+        result.gates = [c * len(coefficients) for c in coefficients]
+
+    def _agree(self, contribution: Contribution | None, inner_step: int) -> Decision:
+        """Exchange the islands' numbers; every rank of every island draws the same decision."""
+        finite = contribution is None or contribution.finite
+        finite = self._group.all_agree(finite)
+        report = Report(
+            island=self._island,
+            outer_step=self.state.outer_step,
+            digest=self._island_digest,
+            config=self._config_number,
+            data=self._data_number,
+            ranks=self._group.size,
+            settled=int(self.settled),
+            contributes=int(contribution is not None),
+            finite=int(finite),
+            base=contribution.base if contribution else self.state.outer_step,
+            steps=contribution.steps if contribution else 0,
+            tokens=contribution.tokens if contribution else 0,
+            inner_step=inner_step,
+        )
+        problem, rows = "", []
+        try:
+            rows = self._seat.gather(report.numbers())
+        except ExchangeError as e:
+            problem = str(e)
+        if not self._group.all_agree(not problem):
+            self._seat.vote(False)  # makes torchft reconfigure the group
+            raise ExchangeError(problem or "another rank of this island could not agree")
+        return decide([Report.from_numbers(row) for row in rows])
+
+    def _note_outvoted(self, decision: Decision) -> None:
+        """A state that went wrong at an equal step is healed once; twice means broken hardware."""
+        if decision.report(self._island).outer_step < decision.outer_step:
+            return
+        if self._outvoted:
+            raise IslandError(
+                f"island {self._island}",
+                "the outer state of the majority",
+                "a different one for the second time",
+                "Suspect memory or disk of this island; restart it with --resume on other hardware.",
+            )
+        self._outvoted = True
+        log.error("outer state differs from the majority at step %d: healing", decision.outer_step)
+
+    def _heal(self, decision: Decision) -> None:
+        """The leader sends its outer state over the group; the healed overwrite theirs."""
+        assert decision.source is not None
+        place = decision.place(decision.source)
+        receiving = self._island in decision.healed
+        problem = ""
+        counters = json.dumps(self.state.counters() if not receiving else {}).encode()
+        header = torch.zeros(4096, dtype=torch.uint8)
+        header[: len(counters)] = torch.frombuffer(bytearray(counters), dtype=torch.uint8)
+        try:
+            self._seat.broadcast(header, place)
+            for name, tensor in sorted(self.state.tensors().items()):
+                log.debug("healing %s", name)
+                broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
+        except ExchangeError as e:
+            problem = str(e)
+        whole = self._group.all_agree(not problem)
+        if receiving:
+            if whole:
+                self.state.take_counters(json.loads(bytes(header.tolist()).rstrip(b"\0")))
+            else:
+                # Torn by the failure: stand behind everybody until a healing succeeds.
+                self.state.outer_step = -1
+            self.refresh_digest()
+        if not whole:
+            self._seat.vote(False)
+            raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
+
+    def _exchange(
+        self, decision: Decision, coefficients: list[float], contribution: Contribution | None
+    ) -> None:
+        """merged = sum of coefficient x pseudo-gradient, in the order of the island numbers, in fp32."""
+        self._merged.zero_()
+        for island, coefficient in zip(decision.contributors, coefficients, strict=True):
+            own = island == self._island
+            for start, end in buckets(self._merged.numel(), self._config.sync.bucket_bytes):
+                if own:
+                    assert contribution is not None
+                    part = contribution.pseudo_gradient[start:end]
+                else:
+                    part = self._incoming[: end - start]
+                self._seat.broadcast(part, decision.place(island))
+                native.accumulate(self._merged[start:end], part, coefficient)
+        if not self.state.optimizer.accepts(self._merged):
+            raise ExchangeError("the merged pseudo-gradient overflows fp32")
+
+    def _commit(self, well: bool, why: str) -> bool:
+        """All ranks of the island well; equal ranks hold the same sum; all ranks again; the vote."""
+        if why:
+            log.warning("exchange failed: %s", why)
+        well = self._group.all_agree(well)
+        if self._seat.usable:
+            try:
+                rows = self._seat.gather([int(well), to_int64(native.digest(self._merged))])
+                well = well and all(row == [1, rows[0][1]] for row in rows)
+            except ExchangeError as e:
+                log.warning("commit failed: %s", e)
+                well = False
+        else:
+            well = False
+        well = self._group.all_agree(well)
+        return self._seat.vote(well)
+
+    def _step(self, decision: Decision) -> None:
+        state = self.state
+        share = 1.0
+        if self._config.outer.participation:
+            share = len(decision.contributors) / len(decision.reports)
+        state.optimizer.step(state.anchor, self._merged, lr_scale=share)
+        state.outer_step = decision.outer_step + 1
+        state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
+        state.inner_step = decision.inner_step
+        self.refresh_digest()
+
+
+def gates_of(result: RoundResult) -> dict[str, Any]:
+    """Staleness and gate by island, json-able."""
+    if result.decision is None:
+        return {"staleness": {}, "gates": {}}
+    names = [str(i) for i in result.decision.contributors]
+    return {
+        "staleness": dict(zip(names, result.decision.staleness, strict=True)),
+        "gates": dict(zip(names, result.gates or [1.0] * len(names), strict=False)),
+    }

@@ -1,0 +1,105 @@
+"""The fp32 shards that DeepSpeed ZeRO-3 holds on this rank: what they are, reading and writing them.
+
+ZeRO-3 cuts every parameter into equal flat parts, one a rank, the last one padded. A rank holds a part
+twice: the fp32 master inside the optimizer, and the working shard (bf16 or fp32) that is gathered for
+forward and backward. Small parameters may also stay gathered on every rank. Whoever writes a master
+must write all three, else the island trains on with stale weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_wsd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter.
+
+    Attributes:
+        name: of the parameter in the model.
+        shape: of the whole parameter.
+        start: index, in the flat whole parameter, of the shard's first element.
+        numel: elements of the shard, padding not counted; may be 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+
+    @property
+    def global_numel(self) -> int:
+        """Elements of the whole parameter."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+class Zero3Shards:
+    """Reads and writes the fp32 shards of a DeepSpeed engine's trainable parameters.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, with ZeRO stage 3.
+
+    Raises:
+        ConfigError: the engine does not run ZeRO-3, or keeps shards in a way this class cannot write.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        stage = engine.zero_optimization_stage()
+        if stage != 3:
+            raise ConfigError("zero_optimization.stage", "3", stage, 'Set "stage": 3 in the DeepSpeed json.')
+        self._optimizer: Any = engine.optimizer
+        self._params: list[torch.nn.Parameter] = []
+        self.shards: list[Shard] = []
+        for name, param in engine.module.named_parameters():
+            if not param.requires_grad:
+                continue
+            p: Any = param
+            part = p.ds_tensor.ds_numel
+            start = min(part * self._partition_rank(p), p.ds_numel)
+            self._params.append(param)
+            self.shards.append(Shard(name, tuple(p.ds_shape), start, min(part, p.ds_numel - start)))
+
+    def _partition_rank(self, param: Any) -> int:
+        group = param.ds_process_group
+        return int(torch.distributed.get_rank(group=group))
+
+    def _master(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """The fp32 master of this rank's part, padding included: 1-D, a live view."""
+        master, _ = self._optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False)
+        return torch.as_tensor(master.detach()).view(-1)
+
+    @torch.no_grad()
+    def read(self, out: Sequence[torch.Tensor]) -> None:
+        """Copy the fp32 masters into ``out``: per shard, in order, a 1-D fp32 tensor [shard.numel]."""
+        for shard, param, target in zip(self.shards, self._params, out, strict=True):
+            target.copy_(self._master(param)[: shard.numel])
+
+    @torch.no_grad()
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """Make the island hold ``values``, in masters, working shards and gathered copies.
+
+        Must be called by all ranks of the island, between two inner steps.
+
+        Args:
+            values: per shard, in order, a 1-D fp32 tensor [shard.numel]; any device.
+        """
+        for shard, param, value in zip(self.shards, self._params, values, strict=True):
+            master = self._master(param)[: shard.numel]
+            master.copy_(value)
+            working: Any = param
+            working.ds_tensor.data.view(-1)[: shard.numel].copy_(master)
+        kept = self._optimizer.persistent_parameters
+        if kept:
+            # Their gathered copies predate the write: drop them, then gather the new shards.
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
+        self._optimizer.invalidate_secondary_tensor()

@@ -1,0 +1,451 @@
+"""The trainer: one rank of one island, from the json to the last checkpoint.
+
+Started by the real `deepspeed` launcher through ``launch/train.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_wsd.config import Config, load_config
+from megatron_wsd.errors import ConfigError, MegatronWSDError
+from megatron_wsd.metrics import Metrics, say
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; the exit status for the launcher: 0 well, 2 an error the user can mend, 1 anything else."""
+    parser = argparse.ArgumentParser(description="Train one rank of one island.")
+    parser.add_argument("--config", required=True, help="the json config")
+    parser.add_argument("--run-dir", required=True, type=Path, help="the run folder")
+    parser.add_argument("--steps", type=int, help="stop after this many inner steps in all")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    args = parser.parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    island = os.environ.get("MEGATRON_WSD_ISLAND", "0")
+    logging.basicConfig(
+        level=os.environ.get("MEGATRON_WSD_LOG", "INFO"),
+        format=f"%(asctime)s [island {island} rank {rank}] %(levelname)s %(name)s: %(message)s",
+    )
+    for noisy, level in (("megatron", logging.WARNING), ("torchft", logging.ERROR)):
+        logging.getLogger(noisy).setLevel(level)
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+    trainer: Trainer | None = None
+    try:
+        config = load_config(
+            args.config,
+            islands=int(os.environ["MEGATRON_WSD_ISLANDS"]) if "MEGATRON_WSD_ISLANDS" in os.environ else None,
+            ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+        trainer = Trainer(config, args.run_dir, args.steps, resume=args.resume)
+        trainer.run()
+        status = 0
+    except MegatronWSDError as e:
+        print(f"megatron-wsd: error: island {island} rank {rank}: {e}", flush=True)
+        if os.environ.get("MEGATRON_WSD_DEBUG"):
+            traceback.print_exc()
+        status = 2
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Native threads of torchft and gloo outlive a normal exit, and a rank that failed must not sit in a
+    # collective at exit while its siblings wait.
+    os._exit(status)
+
+
+class Trainer:
+    """Everything one rank holds while it trains.
+
+    Args:
+        config: the validated config.
+        run_dir: the run folder.
+        steps: stop after this many inner steps in all; None: at the end of the schedule.
+        resume: go on from the newest complete checkpoint.
+
+    Raises:
+        MegatronWSDError: of the kind that fits, before anything slow where that is possible.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, steps: int | None, *, resume: bool) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._stop_requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        if config.model is None:
+            raise ConfigError("megatron_wsd.model", "the shape of a GPTModel", "nothing", "Add the block.")
+        if config.schedule is None:
+            raise ConfigError(
+                "scheduler.type", '"WSD"', config.deepspeed.get("scheduler"), "Use the WSD schedule."
+            )
+        ends = [n for n in (steps, config.schedule.end) if n is not None]
+        if not ends:
+            raise ConfigError("--steps", "a number of inner steps, since the schedule has no end", "nothing")
+        self.stop_at = min(ends)
+        self._setup(resume)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._stop_requested = True
+
+    # ---- set-up, in the order in which things can be wrong ----
+
+    def _setup(self, resume: bool) -> None:
+        import torch
+
+        from megatron_wsd.diloco.island import IslandAddress
+        from megatron_wsd.models.cpu import prepare_for_cpu, without_shm_comm
+
+        if not torch.cuda.is_available():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.address = IslandAddress.from_environ()
+        self.folder = self.run_dir / f"island_{self.address.island}"
+        prepare_for_cpu()
+        without_shm_comm()
+        import deepspeed
+        from megatron.core import parallel_state
+
+        logging.getLogger("DeepSpeed").setLevel(os.environ.get("DS_LOG_LEVEL", "WARNING").upper())
+        deepspeed.init_distributed()
+        parallel_state.initialize_model_parallel()
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.device = torch.device(deepspeed.get_accelerator().current_device_name())
+        self._open_data()
+        self._build_engine()
+        self._attach(resume)
+
+    def _open_data(self) -> None:
+        from megatron_wsd.data.loader import HeldOut, TrainStream, open_corpora
+        from megatron_wsd.data.mix import MixSampler
+
+        config, model = self.config, self.config.model
+        assert model is not None
+        data = config.data
+        cache = Path(data.cache_dir) if data.cache_dir else self.run_dir / "data"
+        self.corpora = open_corpora(data.corpora, cache, data.tokenizer)
+        self.held_out = HeldOut(self.corpora, model.seq_length, data.valid_fraction)
+        sizes = {name: split.train_samples for name, split in self.held_out.splits.items()}
+        self.sampler = MixSampler(
+            sizes, data.mixes, data.seed, islands=self.address.islands, island=self.address.island
+        )
+        self.stream = TrainStream(
+            self.corpora,
+            self.sampler,
+            model.seq_length,
+            ranks=self.ranks,
+            rank=self.rank,
+            micro_batch=config.micro_batch,
+            grad_accum=config.grad_accum,
+        )
+
+    def _build_engine(self) -> None:
+        import deepspeed
+
+        from megatron_wsd.data.tokenizer import load_tokenizer
+        from megatron_wsd.models.gpt import CausalInputs, build_gpt, resolve_vocab
+
+        assert self.config.model is not None
+        vocab = resolve_vocab(self.config.model, load_tokenizer(self.config.data.tokenizer).vocab_size)
+        self.corpora.check_vocab(vocab)
+        ds = dict(self.config.deepspeed)
+        ds.setdefault("steps_per_print", 10**9)
+        tensorboard = ds.get("tensorboard", {})
+        if tensorboard.get("enabled") and not tensorboard.get("output_path"):
+            ds["tensorboard"] = {**tensorboard, "output_path": str(self.folder / "tensorboard")}
+        with deepspeed.zero.Init(config_dict_or_path=ds):
+            model = build_gpt(self.config.model, vocab)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=_decay_groups(model), config=ds)
+        self.parameters = sum(p.ds_numel for p in model.parameters())
+        self.inputs = CausalInputs(self.device)
+
+    def _attach(self, resume: bool) -> None:
+        import torch
+
+        from megatron_wsd.checkpoint.run import RunCheckpoints
+        from megatron_wsd.diloco.loop import attach
+
+        fingerprints = "".join(v for _, v in sorted(self.corpora.fingerprints().items()))
+        self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config)
+        step = None
+        if resume:
+            choice = [self.checkpoints.choose(self.run_dir, self.address) if self.rank == 0 else None]
+            torch.distributed.broadcast_object_list(choice, src=0)
+            step = choice[0]
+        if step is not None:
+            self.checkpoints.load_engine(self.engine, step)
+        self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
+        if step is not None:
+            self.checkpoints.load_rest(self.outer, self.sampler, step)
+        self.metrics = Metrics(
+            self.folder / "metrics.jsonl" if self.rank == 0 else None, getattr(self.engine, "monitor", None)
+        )
+        entropy = {name: self.held_out.unigram_entropy(name) for name in self.corpora.files}
+        self.metrics.write(
+            "start",
+            island=self.address.island,
+            step=self.outer.inner_step,
+            outer_step=self.outer.outer_step,
+            parameters=self.parameters,
+            unigram_entropy=entropy,
+            resumed=step is not None,
+        )
+        if self.rank == 0:
+            how = f"resumed at step {step}" if step is not None else "fresh"
+            say(
+                f"{how}: {self.parameters:,} parameters, {self.ranks} ranks, {self._precision()}, to step "
+                f"{self.stop_at}, a round every {self.config.sync.inner_steps} steps, "
+                f"outer {self.config.outer.optimizer} at {self.config.outer.lr:g}"
+            )
+
+    def _precision(self) -> str:
+        for name in ("bf16", "fp16"):
+            if self.config.deepspeed.get(name, {}).get("enabled"):
+                return name
+        return "fp32"
+
+    # ---- the loop ----
+
+    def run(self) -> None:
+        """Train to the end, or until asked to stop; leaves a complete checkpoint behind."""
+        self._alive = tuple(range(self.address.islands))
+        self._note_round(self.outer.meet())
+        self._window = _Window()
+        stopped = False
+        while self.outer.inner_step < self.stop_at and not stopped:
+            self._inner_step()
+            interval = self.config.checkpoint.interval_steps
+            if interval and self.outer.inner_step % interval == 0 and self.outer.inner_step < self.stop_at:
+                self._save()
+            stopped = not self.outer.group.all_agree(not self._stop_requested)
+        self._end(stopped)
+        self.outer.close()
+        self.metrics.close()
+
+    def _inner_step(self) -> None:
+        import torch
+
+        engine, step = self.engine, self.outer.inner_step
+        self._switch_mix(step)
+        scheduler = engine.lr_scheduler
+        lr, phase = scheduler.get_last_lr()[0], str(scheduler.phase)
+        losses = []
+        for micro in range(self.config.grad_accum):
+            tokens, labels = self.stream.batch(step, micro)
+            loss = self._loss(tokens, labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        assert self.config.model is not None
+        tokens_of_step = self.config.island_batch * self.config.model.seq_length
+        self._window.add(torch.stack(losses).mean(), tokens_of_step)
+        self._log_step(step + 1, lr, phase)
+        self._step_outer(tokens_of_step)
+
+    def _loss(self, tokens: Any, labels: Any) -> Any:
+        """Mean loss of a batch, in nats a token."""
+        tokens, labels = tokens.to(self.device), labels.to(self.device)
+        positions, mask = self.inputs(tokens)
+        return self.engine(tokens, positions, mask, labels=labels).float().mean()
+
+    def _switch_mix(self, step: int) -> None:
+        """Switch to the mix of the decay at the sample with which the decay begins, wherever we stand."""
+        schedule = self.config.schedule
+        assert schedule is not None
+        if "decay" not in self.config.data.mixes or not schedule.decays:
+            return
+        start = schedule.decays[0].start
+        if step >= start and self.sampler.history[-1][1] != "decay":
+            self.sampler.switch(start * self.config.island_batch, "decay")
+            self.metrics.event("mix", step, f"step {step}: the decay begins, data mix is now 'decay'")
+
+    def _step_outer(self, tokens: int) -> None:
+        """Count the step; around a round that is due, validate local weights and anchor."""
+        due = self.outer.round_due()
+        validate = due and self._validation_due()
+        if validate:
+            self._evaluate("local")
+        result = self.outer.step(tokens=tokens)
+        if result is not None:
+            self._note_round(result)
+            if validate:
+                self._evaluate("anchor")
+
+    def _validation_due(self) -> bool:
+        every = self.config.log.eval_interval
+        return every > 0 and (self.outer.outer_step + 1) % every == 0
+
+    def _end(self, stopped: bool) -> None:
+        """A run that is over ends on an anchor; one that is only stopped keeps its local progress."""
+        assert self.config.schedule is not None
+        over = self.outer.inner_step >= (self.config.schedule.end or self.stop_at) and not stopped
+        if over:
+            result = self.outer.finish()
+            if result is not None:
+                self._note_round(result)
+            self._evaluate("anchor")
+        self._save()
+        step = self.outer.inner_step
+        if over:
+            self.metrics.event("finish", step, f"finished at step {step}")
+        else:
+            self.metrics.event("stop", step, f"stopped at step {step}; go on with --resume")
+
+    # ---- what is told ----
+
+    def _log_step(self, step: int, lr: float, phase: str) -> None:
+        if step % self.config.log.interval_steps and step < self.stop_at:
+            return
+        loss, tokens_per_s = self._window.close()
+        tokens = self.outer.tokens + self._window.tokens * self.address.islands
+        self.metrics.write(
+            "step",
+            step=step,
+            loss=loss,
+            lr=lr,
+            phase=phase,
+            tokens=tokens,
+            tokens_per_s=tokens_per_s,
+            grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
+        )
+        if self.rank == 0:
+            say(
+                f"step {step}/{self.stop_at} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
+                f"{tokens_per_s:,.0f} tok/s round {self.outer.outer_step}"
+            )
+
+    def _note_round(self, result: Any) -> None:
+        """Record a round, and who came and went."""
+        from megatron_wsd.diloco.round import gates_of
+
+        if result.decision is None:
+            return
+        step, here = self.outer.inner_step, result.decision.islands
+        for island in sorted(set(self._alive) - set(here)):
+            self.metrics.event(
+                "alone", step, f"step {step}: island {island} is gone; going on with {list(here)}"
+            )
+        for island in sorted(set(here) - set(self._alive)):
+            self.metrics.event("back", step, f"step {step}: island {island} is back")
+        self._alive = here
+        if result.healed:
+            source, rounds = result.decision.source, result.decision.outer_step
+            self.metrics.event("heal", step, f"step {step}: healed by island {source} to round {rounds}")
+        for island in result.decision.dropped:
+            text = f"step {step}: pseudo-gradient of island {island} holds NaN or Inf; dropped"
+            self.metrics.event("void", step, text)
+        if not result.committed:
+            return
+        moved = sum(row[0] for row in self.outer.group.gather([result.bytes]))
+        self._window_reset()
+        gates = gates_of(result)
+        self.metrics.write(
+            "round",
+            step=step,
+            outer_step=self.outer.outer_step,
+            committed=True,
+            islands=list(here),
+            contributors=list(result.decision.contributors),
+            **gates,
+            bytes=result.bytes,
+            island_bytes=moved,
+            seconds=result.seconds,
+            digest=f"{result.digest:016x}",
+            reason=result.reason,
+        )
+        if self.rank == 0:
+            ages = " ".join(f"{i}:{tau}" for i, tau in gates["staleness"].items())
+            say(
+                f"round {self.outer.outer_step} at step {step}: islands {list(here)}, staleness {ages}, "
+                f"{moved / 1e6:.2f} MB, {result.seconds:.2f} s, digest {result.digest:016x}"
+            )
+
+    def _window_reset(self) -> None:
+        window = getattr(self, "_window", None)
+        if window is not None:
+            window.tokens = 0
+
+    def _evaluate(self, target: str) -> None:
+        """Loss on the held-out part of every corpus, in nats a token; all ranks must call it."""
+        import torch
+
+        config = self.config
+        self.engine.eval()
+        for corpus in sorted(self.corpora.files):
+            total = torch.zeros(2, dtype=torch.float64, device="cpu")
+            with torch.no_grad():
+                for tokens, labels in self.held_out.batches(
+                    corpus, config.log.eval_batches, config.micro_batch, self.ranks, self.rank
+                ):
+                    total += torch.tensor([float(self._loss(tokens, labels)), 1.0], dtype=torch.float64)
+            micros = self.outer.group.gather([int(total[0] * 2**40), int(total[1])])
+            loss = sum(row[0] for row in micros) / 2**40 / sum(row[1] for row in micros)
+            self.metrics.write(
+                "eval",
+                step=self.outer.inner_step,
+                outer_step=self.outer.outer_step,
+                target=target,
+                corpus=corpus,
+                loss=loss,
+            )
+            if self.rank == 0:
+                say(f"validation of the {target} on {corpus}: {loss:.4f} nats/token")
+        self.engine.train()
+
+    def _save(self) -> None:
+        step = self.outer.inner_step
+        self.checkpoints.save(self.engine, self.outer, self.sampler, step)
+        self.metrics.event("checkpoint", step, f"checkpoint of step {step} complete")
+
+
+class _Window:
+    """Loss and speed since the last line; tokens since the last round."""
+
+    def __init__(self) -> None:
+        self._losses: list[Any] = []
+        self._tokens = 0
+        self.tokens = 0
+        self._since = time.perf_counter()
+
+    def add(self, loss: Any, tokens: int) -> None:
+        self._losses.append(loss)
+        self._tokens += tokens
+        self.tokens += tokens
+
+    def close(self) -> tuple[float, float]:
+        """Mean loss over steps and ranks, and the island's tokens a second."""
+        import torch
+
+        mean = torch.stack(self._losses).mean().double()
+        torch.distributed.all_reduce(mean)
+        loss = float(mean) / torch.distributed.get_world_size()
+        now = time.perf_counter()
+        speed = self._tokens / max(now - self._since, 1e-9)
+        self._losses, self._tokens, self._since = [], 0, now
+        return loss, speed
+
+
+def _decay_groups(model: Any) -> list[dict[str, Any]]:
+    """Two param groups: matrices with the json's weight decay, vectors (norms) without."""
+    matrices = [p for p in model.parameters() if len(p.ds_shape) > 1]
+    vectors = [p for p in model.parameters() if len(p.ds_shape) <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def _int63(text: str) -> int:
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
