@@ -1,0 +1,38 @@
+"""WSD: the pure schedule, and its torch, DeepSpeed and Megatron fronts.
+
+Importing this package loads no framework; the fronts load theirs when they are first asked for. Megatron's is
+``megatron_wsd.schedule.megatron.OptimizerParamScheduler``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_wsd.schedule.params import schedule_from_params
+from megatron_wsd.schedule.shapes import ALIASES, SHAPES
+from megatron_wsd.schedule.wsd import Decay, Phase, Schedule
+
+if TYPE_CHECKING:
+    from megatron_wsd.schedule.deepspeed import WSD, register
+    from megatron_wsd.schedule.torch import WarmupStableDecayLR
+
+__all__ = [
+    "ALIASES",
+    "SHAPES",
+    "WSD",
+    "Decay",
+    "Phase",
+    "Schedule",
+    "WarmupStableDecayLR",
+    "register",
+    "schedule_from_params",
+]
+
+_FRONTS = {"WSD": "deepspeed", "register": "deepspeed", "WarmupStableDecayLR": "torch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FRONTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FRONTS[name]}"), name)
