@@ -168,7 +168,7 @@ class Trainer:
         with deepspeed.zero.Init(config_dict_or_path=ds):
             model = build_gpt(self.config.model, vocab)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=_decay_groups(model), config=ds)
-        self.parameters = sum(p.ds_numel for p in model.parameters())
+        self.parameters = sum(int(getattr(p, "ds_numel")) for p in model.parameters())  # noqa: B009
         self.inputs = CausalInputs(self.device)
 
     def _attach(self, resume: bool) -> None:
@@ -441,7 +441,7 @@ def _decay_groups(model: Any) -> list[dict[str, Any]]:
     """Two param groups: matrices with the json's weight decay, vectors (norms) without."""
     matrices = [p for p in model.parameters() if len(p.ds_shape) > 1]
     vectors = [p for p in model.parameters() if len(p.ds_shape) <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [g for g in groups if g["params"]]
 
 

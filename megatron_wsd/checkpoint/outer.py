@@ -32,7 +32,7 @@ def _kind(config: Config) -> dict[str, Any]:
     return {"optimizer": config.outer.optimizer, "state_bits": config.outer.state_bits}
 
 
-def agreed(group: IslandGroup, what: Path, action: Callable[[], None]) -> None:
+def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None:
     """Run ``action`` on every rank; if it fails on one, raise on all.
 
     Raises:

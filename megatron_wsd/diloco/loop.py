@@ -267,7 +267,7 @@ class OuterLoop:
             self._engine.global_samples = ahead * self._engine.train_batch_size()
             self._engine.micro_steps = ahead * self._engine.gradient_accumulation_steps()
             self._engine_step = ahead
-            scheduler = getattr(self._engine, "lr_scheduler", None)
+            scheduler: Any = getattr(self._engine, "lr_scheduler", None)
             if hasattr(scheduler, "set_position"):
                 scheduler.set_position(ahead)
 

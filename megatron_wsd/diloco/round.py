@@ -302,14 +302,29 @@ class OuterHalf:
 
     def _step(self, decision: Decision) -> None:
         state = self.state
-        share = 1.0
-        if self._config.outer.participation:
-            share = len(decision.contributors) / len(decision.reports)
-        state.optimizer.step(state.anchor, self._merged, lr_scale=share)
+        state.optimizer.step(state.anchor, self._merged, lr_scale=self._rate_scale(decision))
         state.outer_step = decision.outer_step + 1
         state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
         state.inner_step = decision.inner_step
         self.refresh_digest()
+
+
+    def _rate_scale(self, decision: Decision) -> float:
+        """What multiplies the outer rate in this round, the same on every island.
+
+        Adam would make every lone contribution a full step, so the rate is shared out; and it would step as
+        far at the end of the inner decay, when the islands hardly move, as before it.
+        """
+        outer, schedule = self._config.outer, self._config.schedule
+        scale = 1.0
+        if outer.participation:
+            scale *= len(decision.contributors) / len(decision.reports)
+        if outer.follow_decay and schedule is not None:
+            steps = max(decision.report(i).steps for i in decision.contributors)
+            start = max(0, decision.inner_step - steps)
+            if schedule.phase(start) in ("decay", "done"):
+                scale *= schedule.factor(start)
+        return scale
 
 
 def gates_of(result: RoundResult) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 ZeRO-3 cuts every parameter into equal flat parts, one a rank, the last one padded. A rank holds a part
 twice: the fp32 master inside the optimizer, and the working shard (bf16 or fp32) that is gathered for
-forward and backward. Small parameters may also stay gathered on every rank. Whoever writes a master
-must write all three, else the island trains on with stale weights.
+forward and backward. Whole parameters may also stay gathered on every rank. Whoever writes a master
+must see to all three, else the island goes on with stale weights.
 """
 
 from __future__ import annotations
@@ -97,9 +97,13 @@ class Zero3Shards:
             master.copy_(value)
             working: Any = param
             working.ds_tensor.data.view(-1)[: shard.numel].copy_(master)
+        # Gathered copies predate the write. ZeRO-3 keeps small parameters gathered at all times, and others
+        # after a forward pass that had no backward, such as a validation: drop them all, and gather anew
+        # those that must be. (The small ones first and by hand: the coordinator does not count them.)
         kept = self._optimizer.persistent_parameters
         if kept:
-            # Their gathered copies predate the write: drop them, then gather the new shards.
             kept[0].partition(kept)
+        self._optimizer.empty_partition_cache()
+        if kept:
             kept[0].all_gather(kept)
         self._optimizer.invalidate_secondary_tensor()

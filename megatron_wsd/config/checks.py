@@ -1,232 +1,19 @@
-"""The json config, validated once, at the edge.
-
-One file serves DeepSpeed and this package. DeepSpeed's own keys keep their meaning and are left to
-DeepSpeed; what is validated here is the block ``"megatron_wsd"``, the ``scheduler`` when it is a WSD,
-and the few DeepSpeed keys that cannot work together with islands. Nothing here imports torch: a wrong
-config is refused before anything slow begins.
-"""
+"""What pydantic cannot see: keys that contradict each other, and DeepSpeed features that islands exclude."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import math
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from megatron_wsd.config.block import BLOCK, IslandJob
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.schedule import Schedule, schedule_from_params
 
-BLOCK = "megatron_wsd"
 
-
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class IslandsConfig(_Block):
-    """Who takes part, and how long one waits for another."""
-
-    count: int | None = Field(None, ge=1, description="number of islands; also --islands")
-    ranks: int | None = Field(None, ge=1, description="ranks of one island; also --ranks")
-    min_islands: int | None = Field(
-        None, ge=1, description="fewest live islands that may commit; default 1 for 2, else a majority"
-    )
-    start_timeout_s: float = Field(300.0, gt=0, description="wait for all islands before the first round")
-    heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
-    join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
-
-
-class OuterConfig(_Block):
-    """The outer optimizer."""
-
-    optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov"] = "cgad"
-    lr: float = Field(2e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.9, ge=0, lt=1, description="nesterov only")
-    alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
-    tau_cut: int = Field(32, ge=1, description="staleness from which a contribution counts nothing")
-    state_bits: Literal[8, 32] = 8
-    participation: bool = Field(True, description="scale the outer rate by contributors / live islands")
-
-
-class SyncConfig(_Block):
-    """When islands exchange, and how."""
-
-    mode: Literal["sync"] = "sync"
-    inner_steps: int = Field(30, ge=1, description="inner steps between two outer rounds (H)")
-    wire: Literal["fp32"] = "fp32"
-    bucket_bytes: int = Field(64 << 20, ge=1024, description="largest single message")
-    timeout_s: float = Field(60.0, gt=0, description="one message of an exchange")
-    max_voids: int = Field(20, ge=1, description="void rounds in a row after which the run gives up")
-
-
-class DataConfig(_Block):
-    """Corpora, and the mix of them in each phase of the schedule."""
-
-    corpora: dict[str, str] = Field(
-        default_factory=lambda: {"broad": "builtin:stdlib", "high_quality": "builtin:pydoc"},
-        description="name -> builtin:stdlib | builtin:pydoc | text:PATH | prefix of a .bin/.idx pair",
-    )
-    mixes: dict[Literal["stable", "decay"], dict[str, float]] = Field(
-        default_factory=lambda: {"stable": {"broad": 1.0}}, description="phase -> {corpus: weight}"
-    )
-    tokenizer: str = "byte"
-    valid_fraction: float = Field(0.02, gt=0, lt=0.5)
-    seed: int = Field(1234, ge=0)
-    cache_dir: str | None = Field(None, description="where built-in and text corpora are prepared")
-
-
-class ModelConfig(_Block):
-    """megatron-core GPTModel: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases."""
-
-    num_layers: int = Field(..., ge=1)
-    hidden_size: int = Field(..., ge=8)
-    ffn_hidden_size: int = Field(..., ge=8)
-    num_attention_heads: int = Field(..., ge=1)
-    num_query_groups: int = Field(..., ge=1)
-    seq_length: int = Field(..., ge=2)
-    vocab_size: int | None = Field(None, ge=2, description="default: of the tokenizer, padded to 64")
-    rotary_base: int = Field(10000, ge=1)
-    init_std: float = Field(0.02, gt=0)
-    layernorm_epsilon: float = Field(1e-5, gt=0)
-    tie_embeddings: bool = False
-    recompute: bool = Field(False, description="recompute activations layer by layer")
-    seed: int = Field(1234, ge=0)
-
-
-class CheckpointConfig(_Block):
-    interval_steps: int | None = Field(None, ge=1, description="default: only at the end and when stopped")
-    keep: int = Field(3, ge=2, description="complete checkpoints kept in each island")
-
-
-class LogConfig(_Block):
-    interval_steps: int = Field(10, ge=1)
-    eval_interval: int = Field(5, ge=0, description="outer rounds between validations; 0: only at the end")
-    eval_batches: int = Field(8, ge=1, description="global micro-batches of each validation")
-
-
-class IslandJob(_Block):
-    """The block ``"megatron_wsd"`` of the json."""
-
-    islands: IslandsConfig = IslandsConfig()
-    outer: OuterConfig = OuterConfig()
-    sync: SyncConfig = SyncConfig()
-    data: DataConfig = DataConfig()
-    model: ModelConfig | None = None
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-
-
-class Config:
-    """A validated config.
-
-    Attributes:
-        block: the validated ``"megatron_wsd"`` block; its parts are also attributes of this object.
-        deepspeed: the rest of the json, as DeepSpeed gets it (with the batch sizes filled in).
-        schedule: the WSD schedule of the json, None if another scheduler is named.
-        path: where the json came from, for messages.
-    """
-
-    def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None, path: str):
-        self.block = block
-        self.deepspeed = deepspeed
-        self.schedule = schedule
-        self.path = path
-        self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
-        self.data, self.model = block.data, block.model
-        self.checkpoint, self.log = block.checkpoint, block.log
-
-    def resolved(self) -> dict[str, Any]:
-        """The complete json: DeepSpeed's keys and every default of ours written out."""
-        return {**self.deepspeed, BLOCK: self.block.model_dump(mode="json")}
-
-    def digest(self) -> str:
-        """Hex digest of everything that must be equal between islands and over a resume.
-
-        Logging, checkpoint cadence, timeouts, monitors and folders may differ and are left out.
-        """
-        whole = self.resolved()
-        block = whole[BLOCK]
-        for part in ("log", "checkpoint"):
-            del block[part]
-        block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith("_timeout_s")}
-        block["sync"] = {k: v for k, v in block["sync"].items() if k not in ("timeout_s", "max_voids")}
-        del block["data"]["cache_dir"]
-        ours = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
-        keep = {k: v for k, v in whole.items() if k not in ours}
-        return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()[:32]
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of one forward pass of one rank."""
-        return int(self.deepspeed["train_micro_batch_size_per_gpu"])
-
-    @property
-    def grad_accum(self) -> int:
-        """Micro-batches of one inner step of one rank."""
-        return int(self.deepspeed["gradient_accumulation_steps"])
-
-    @property
-    def island_batch(self) -> int:
-        """Sequences of one inner step of one island."""
-        return int(self.deepspeed["train_batch_size"])
-
-
-def load_config(path: str | Path, *, islands: int | None = None, ranks: int | None = None) -> Config:
-    """Read and validate a json config.
-
-    Args:
-        path: the json file.
-        islands: number of islands from the command line; must not contradict the file.
-        ranks: ranks of an island from the command line; must not contradict the file.
-
-    Raises:
-        ConfigError: naming the key, what was expected, what came, and the way out.
-    """
-    file = Path(path)
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            "--config", "a json file", f"{file}, which does not exist", "Check the path."
-        ) from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError("--config", "a readable json file", f"{file}: {e}") from None
-    except json.JSONDecodeError as e:
-        where = f"{file}, line {e.lineno}, column {e.colno}"
-        raise ConfigError("--config", "valid json", f"{e.msg} at {where}", "Mend the json there.") from None
-    return parse_config(raw, str(file), islands=islands, ranks=ranks)
-
-
-def parse_config(
-    raw: Any, path: str = "config", *, islands: int | None = None, ranks: int | None = None
-) -> Config:
-    """Validate a config that has been read already; see `load_config`."""
-    if not isinstance(raw, dict):
-        raise ConfigError(path, "a json object", type(raw).__name__)
-    deepspeed = {k: v for k, v in raw.items() if k != BLOCK}
-    _refuse_misplaced(deepspeed)
-    try:
-        block = IslandJob.model_validate(raw.get(BLOCK, {}))
-    except ValidationError as e:
-        raise _config_error(e, raw.get(BLOCK, {})) from None
-    block = _resolve_islands(block, islands, ranks)
-    _check_outer(block)
-    _check_model(block)
-    _check_data(block)
-    assert block.islands.ranks is not None
-    _resolve_batch(deepspeed, block.islands.ranks)
-    _refuse_with_islands(deepspeed)
-    return Config(block, deepspeed, _schedule(deepspeed), path)
-
-
-def _config_error(e: ValidationError, raw: Any) -> ConfigError:
+def config_error(e: ValidationError, raw: Any) -> ConfigError:
     """The first thing pydantic found wrong, in the words of this package."""
     first = e.errors()[0]
     where = ".".join(str(part) for part in (BLOCK, *first["loc"]))
@@ -260,7 +47,7 @@ def _config_error(e: ValidationError, raw: Any) -> ConfigError:
     return ConfigError(where, message[0].lower() + message[1:], got)
 
 
-def _refuse_misplaced(deepspeed: dict[str, Any]) -> None:
+def refuse_misplaced(deepspeed: dict[str, Any]) -> None:
     """A key of ours at the top level would be ignored by DeepSpeed without a word."""
     for key in deepspeed:
         if key in IslandJob.model_fields and key != "checkpoint":
@@ -290,7 +77,7 @@ def _refuse_misplaced(deepspeed: dict[str, Any]) -> None:
             raise ConfigError(key, "a DeepSpeed key", f"{key!r}", f"Did you mean {near[0]!r}?")
 
 
-def _resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
+def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
     given = block.islands
     for name, flag, value in (("count", "--islands", islands), ("ranks", "--ranks", ranks)):
         in_file = getattr(given, name)
@@ -328,13 +115,13 @@ def _resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -
     return block.model_copy(update={"islands": resolved})
 
 
-def _check_outer(block: IslandJob) -> None:
+def check_outer(block: IslandJob) -> None:
     for i, beta in enumerate(block.outer.betas):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"{BLOCK}.outer.betas.{i}", "a number in [0, 1)", beta)
 
 
-def _check_model(block: IslandJob) -> None:
+def check_model(block: IslandJob) -> None:
     model = block.model
     if model is None:
         return
@@ -358,11 +145,13 @@ def _check_model(block: IslandJob) -> None:
         )
 
 
-def _check_data(block: IslandJob) -> None:
+def check_data(block: IslandJob) -> None:
     data = block.data
     if "stable" not in data.mixes:
         raise ConfigError(f"{BLOCK}.data.mixes", 'a mix named "stable"', sorted(data.mixes))
     for phase, mix in data.mixes.items():
+        if phase not in ("stable", "decay"):
+            raise ConfigError(f"{BLOCK}.data.mixes", 'mixes named "stable" and "decay"', phase)
         for corpus, weight in mix.items():
             where = f"{BLOCK}.data.mixes.{phase}.{corpus}"
             if corpus not in data.corpora:
@@ -377,7 +166,7 @@ def _check_data(block: IslandJob) -> None:
             raise ConfigError(f"{BLOCK}.data.mixes.{phase}", "at least one corpus", "none")
 
 
-def _resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
+def resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
     """Fill in what DeepSpeed would derive, and show the arithmetic when it does not come out."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for key in keys:
@@ -390,6 +179,7 @@ def _resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
             keys[1], "a number of sequences", "neither it nor train_batch_size", "Add one of them."
         )
     if micro is None:
+        assert total is not None
         micro = total // (ranks * (accum or 1))
     if accum is None:
         accum = total // (micro * ranks) if total is not None and micro else 1
@@ -405,7 +195,7 @@ def _resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
     deepspeed.update(dict(zip(keys, (product, micro, accum), strict=True)))
 
 
-def _refuse_with_islands(deepspeed: dict[str, Any]) -> None:
+def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
     """DeepSpeed features that compress or re-shard what an island must hold exactly."""
     optimizer = deepspeed.get("optimizer", {})
     kind = str(optimizer.get("type", "")) if isinstance(optimizer, dict) else ""
@@ -443,7 +233,7 @@ def _refuse_with_islands(deepspeed: dict[str, Any]) -> None:
             raise ConfigError(f"zero_optimization.{part}.device", '"cpu" or "none"', device, "Use cpu.")
 
 
-def _schedule(deepspeed: dict[str, Any]) -> Schedule | None:
+def build_schedule(deepspeed: dict[str, Any]) -> Schedule | None:
     scheduler = deepspeed.get("scheduler")
     if scheduler is None:
         return None
@@ -451,4 +241,7 @@ def _schedule(deepspeed: dict[str, Any]) -> Schedule | None:
         raise ConfigError("scheduler", 'an object with a "type"', scheduler)
     if scheduler["type"] != "WSD":
         return None
-    return schedule_from_params(scheduler.get("params", {}))
+    if not isinstance(scheduler.get("params"), dict):
+        got = scheduler.get("params", "nothing")
+        raise ConfigError("scheduler.params", "an object, {} for a constant rate", got)
+    return schedule_from_params(scheduler["params"])

@@ -1,0 +1,69 @@
+"""The command ``megatron-wsd``: one module a subcommand, and nothing slow imported before it is needed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+import megatron_wsd
+from megatron_wsd.cli.doctor import doctor
+from megatron_wsd.cli.island import island
+from megatron_wsd.cli.launch import launch
+from megatron_wsd.cli.prepare_data import prepare_data
+from megatron_wsd.cli.report import report
+from megatron_wsd.errors import MegatronWSDError
+
+
+def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can mend is told in one line, without a traceback unless MEGATRON_WSD_DEBUG is set."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (MegatronWSDError, OSError) as e:
+            if os.environ.get("MEGATRON_WSD_DEBUG"):
+                raise
+            text = str(e)
+            if isinstance(e, OSError):
+                text = f"{e.filename or 'system'}: {e.strerror or e}"
+                if e.errno == errno.ENOSPC:
+                    text += ". Free some space, or name another folder."
+            typer.echo(f"megatron-wsd: error: {text}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"megatron-wsd {megatron_wsd.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pre-train across islands with DeepSpeed ZeRO-3: WSD schedules, DiLoCo rounds, CGAD."""
+
+
+for _command in (launch, island, prepare_data, report, doctor):
+    app.command(_command.__name__.replace("_", "-"))(_one_line_errors(_command))
+
+
+def main() -> None:
+    """Entry point of ``megatron-wsd`` and ``python -m megatron_wsd``."""
+    app()

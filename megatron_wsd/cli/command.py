@@ -1,0 +1,129 @@
+"""One island as the launcher sees it: its `deepspeed` command and the environment of its ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_wsd
+from megatron_wsd.cli.machine import (
+    cores,
+    island_devices,
+    lighthouse_host_port,
+    read_hostfile,
+    tool,
+    visible_cuda_devices,
+)
+from megatron_wsd.errors import ConfigError
+
+_TRAIN = Path(megatron_wsd.__file__).resolve().parent.parent / "launch" / "train.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Island:
+    """What the flags of ``megatron-wsd island`` say, checked. Paths are absolute."""
+
+    island: int
+    islands: int
+    ranks: int
+    lighthouse: str
+    run_dir: Path
+    steps: int | None = None
+    resume: bool = False
+    hostfile: Path | None = None
+    script: Path | None = None
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.island < self.islands:
+            raise ConfigError("--island", f"0 to {self.islands - 1} of {self.islands} islands", self.island)
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError("--steps", "at least 1", self.steps)
+        if self.script is not None and not self.script.is_file():
+            raise ConfigError("--script", "a Python file", f"{self.script}, which is none", "Check the path.")
+        lighthouse_host_port(self.lighthouse)
+        if self.hostfile is not None:
+            read_hostfile(self.hostfile, self.ranks)
+
+    def check_machine(self) -> None:
+        """Refuse what this machine cannot run; apart from the rest since a dry run is for any machine.
+
+        Raises:
+            ConfigError: fewer CUDA devices than ranks, or no pdsh to reach the machines of a hostfile.
+        """
+        if self.hostfile is None:
+            if devices := visible_cuda_devices():
+                island_devices(0, self.ranks, devices)
+        elif shutil.which("pdsh") is None:
+            raise ConfigError(
+                "--hostfile",
+                "pdsh on this machine, through which deepspeed reaches the others",
+                "none",
+                "Install the Debian package pdsh, and let ssh to the hosts work without a password.",
+            )
+
+    def command(self, master_port: int) -> list[str]:
+        """The `deepspeed` command line of this island."""
+        launch = tool("deepspeed")
+        if self.hostfile is not None:
+            launch += ["--hostfile", str(self.hostfile)]
+        elif os.environ.get("CUDA_VISIBLE_DEVICES") and (devices := visible_cuda_devices()):
+            # --num_gpus would take the first devices of the machine whatever the variable says
+            launch += ["--include", "localhost:" + ",".join(devices[: self.ranks])]
+        else:
+            launch += ["--num_gpus", str(self.ranks)]
+        launch += ["--master_port", str(master_port)]
+        script = self.script or (_TRAIN if _TRAIN.is_file() else None)
+        # an installed package has no launch/ beside it; pdsh hands the line to a remote shell unquoted
+        launch += ["--module", "megatron_wsd.train"] if script is None else []
+        launch += [] if script is None else [shlex.quote(str(script)) if self.hostfile else str(script)]
+        launch += ["--config", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir)]
+        launch += ["--steps", str(self.steps)] if self.steps is not None else []
+        return launch + (["--resume"] if self.resume else [])
+
+    def environment(self, store: str) -> dict[str, str]:
+        """What is added to the environment of every rank; ``store`` is host:port of the island's store."""
+        added = {
+            "MEGATRON_WSD_ISLAND": str(self.island),
+            "MEGATRON_WSD_ISLANDS": str(self.islands),
+            "MEGATRON_WSD_LIGHTHOUSE": self.lighthouse,
+            "MEGATRON_WSD_STORE": store,
+            "MEGATRON_WSD_RUN_DIR": str(self.run_dir),
+        }
+        if self.interface is not None:
+            added |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        if not visible_cuda_devices():
+            threads = max(1, cores() // (self.islands * self.ranks))
+            added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+            added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+        return added
+
+    def own_command(self) -> list[str]:
+        """The ``megatron-wsd island`` command line that starts this island, or starts it again."""
+        line = [sys.executable, "-m", "megatron_wsd", "island", "--island", str(self.island)]
+        line += ["--islands", str(self.islands), "--ranks", str(self.ranks), "--lighthouse", self.lighthouse]
+        line += ["--config", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir)]
+        line += ["--steps", str(self.steps)] if self.steps is not None else []
+        line += ["--hostfile", str(self.hostfile)] if self.hostfile is not None else []
+        line += ["--script", str(self.script)] if self.script is not None else []
+        line += ["--interface", self.interface] if self.interface is not None else []
+        return line + (["--resume"] if self.resume else [])
+
+
+def deepspeed_env_lines(added: dict[str, str]) -> list[str]:
+    """The lines of the file that DS_ENV_FILE names, from which deepspeed exports to other machines.
+
+    The runner exports only variables with certain prefixes of its own accord. Naming a file of ours hides
+    the user's ``.deepspeed_env``, so its lines come first.
+    """
+    own = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    lines: list[str] = []
+    for folder in (Path.home(), Path.cwd()):
+        file = folder / own  # an absolute name stays as it is
+        if file.is_file():
+            lines += [line for line in file.read_text().splitlines() if "=" in line and line not in lines]
+    return lines + [f"{name}={value}" for name, value in added.items()]

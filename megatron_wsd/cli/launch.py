@@ -1,0 +1,219 @@
+"""``megatron-wsd launch``: a lighthouse and all islands of a run on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_wsd.cli.command import Island
+from megatron_wsd.cli.island import dry_lines
+from megatron_wsd.cli.lighthouse import lighthouse_command, start_lighthouse
+from megatron_wsd.cli.logs import excerpt
+from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
+from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
+from megatron_wsd.config import Config, load_config
+from megatron_wsd.rundir import RunDir, held, is_held, open_run
+
+_GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
+_DRY_ADDRESS = "127.0.0.1:29510"
+
+
+def launch(
+    config: Annotated[Path, typer.Option(help="The json config.")],
+    run_dir: Annotated[Path, typer.Option(help="Run folder: new, or with --resume that of the run.")],
+    islands: Annotated[int | None, typer.Option(help="Number of islands; default: as in the config.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of an island; default: as in the config.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many inner steps in all.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    script: Annotated[Path | None, typer.Option(help="Training script instead of launch/train.py.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
+) -> None:
+    """Run all islands on this machine: a torchft lighthouse, and one deepspeed launch for each island."""
+    loaded = load_config(config, islands=islands, ranks=ranks)
+    count, each = loaded.islands.count, loaded.islands.ranks
+    assert count is not None and each is not None  # load_config has filled them in
+    plans = [
+        Island(
+            island=i,
+            islands=count,
+            ranks=each,
+            lighthouse=f"http://{_DRY_ADDRESS}",
+            run_dir=run_dir.absolute(),
+            steps=steps,
+            resume=resume,
+            script=script and script.absolute(),
+        )
+        for i in range(count)
+    ]
+    if dry_run:
+        typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
+        for plan in plans:
+            typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
+        return
+    plans[0].check_machine()
+    stop = StopRequest()
+    run = open_run(run_dir, loaded, resume=resume)
+    with held(run.path / "launch.lock", "launch"):
+        raise typer.Exit(_run(loaded, run, plans, stop))
+
+
+def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest) -> int:
+    from megatron_wsd import report
+
+    watch = _Watch(config, run, stop)
+    lighthouse, address = start_lighthouse(config.islands, run.lighthouse_log)
+    try:
+        run.set_lighthouse(address)
+        say("launch", f"run folder {run.path}")
+        say("launch", f"{len(plans)} islands x {plans[0].ranks} ranks, lighthouse {address}")
+        watch.begin([replace(plan, lighthouse=address) for plan in plans])
+        watch.until_the_end(lighthouse)
+    finally:
+        watch.kill()
+        lighthouse.kill()
+    if report.has_steps(run.path):
+        report.write(run.path)
+    for line in watch.failures():
+        typer.echo(line, err=True)
+    if watch.failed or watch.lighthouse_lost:
+        return 1
+    return 128 + stop.signal if watch.cut_short else 0
+
+
+class _Watch:
+    """The islands of one launch: starts them, and decides what the end of one means for the others."""
+
+    def __init__(self, config: Config, run: RunDir, stop: StopRequest) -> None:
+        self._run, self._stop = run, stop
+        self._min_islands = config.islands.min_islands or 1
+        self._plans: list[Island] = []
+        self._children: dict[int, Guarded] = {}
+        self._settled: set[int] = set()  # islands whose end has been dealt with
+        self._old_bytes: dict[int, int] = {}  # of metrics.jsonl before this launch
+        self._deadline: float | None = None
+        self.failed: dict[int, int] = {}  # exit status of each island that failed by itself
+        self.cut_short = False  # the user's stop came before an island could save
+        self.lighthouse_lost = False
+
+    def begin(self, plans: list[Island]) -> None:
+        """Start all islands, each with devices and a port of its own."""
+        self._plans = plans
+        devices = visible_cuda_devices()
+        ports: set[int] = set()
+        for plan in plans:
+            metrics = self._run.metrics(plan.island)
+            self._old_bytes[plan.island] = metrics.stat().st_size if metrics.exists() else 0
+            ports.add(port := free_port(ports))
+            env = dict(os.environ)
+            if devices:
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(island_devices(plan.island, plan.ranks, devices))
+            command = [*plan.own_command(), "--master-port", str(port)]
+            self._children[plan.island] = Guarded(command, env)
+
+    def until_the_end(self, lighthouse: Guarded) -> None:
+        """Wait until no island of this run is left, also none that was started again by hand."""
+        asked = False
+        while running := self._running():
+            for island in self._children.keys() - running - self._settled:
+                self._note_end(island)
+            if self._stop.count and not asked:
+                asked = True
+                say("launch", "stopping: the islands finish their step and save (again: end at once)")
+                self._end(running)
+            if self._stop.count > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
+                self.kill()
+            if lighthouse.poll() is not None and not self.lighthouse_lost:
+                # Started anew it would let the first caller commit alone: better to stop and resume.
+                self.lighthouse_lost = True
+                say("launch", "the lighthouse has ended: stopping all islands")
+                self._end_others(running)
+            time.sleep(0.1)
+        for island in self._children.keys() - self._settled:
+            self._note_end(island)
+        if (others := self._locked()) and not self._stop.count and not self.lighthouse_lost:
+            say("launch", f"waiting for {_names(others)}, started by hand")
+            while self._locked() and not self._stop.count and lighthouse.poll() is None:
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for child in self._children.values():
+            child.kill()
+
+    def failures(self) -> list[str]:
+        """What to tell about islands that failed: number, exit code, last lines, where to read on."""
+        lines: list[str] = []
+        told: dict[tuple[str, ...], int] = {}
+        for island, status in self.failed.items():
+            why = tuple(excerpt(self._run.log(island)))
+            lines.append(f"megatron-wsd: error: island {island} failed ({describe_exit(status)}).")
+            if why in told:
+                lines.append(f"  Its last lines are those of island {told[why]}.")
+            else:
+                lines += [f"  | {line}" for line in why] + [f"  All of it: {self._run.log(island)}"]
+            told.setdefault(why, island)
+        if self.lighthouse_lost:
+            lines.append(
+                f"megatron-wsd: error: the lighthouse ended; {self._run.lighthouse_log} tells why. "
+                "Go on with --resume."
+            )
+        return lines
+
+    def _running(self) -> set[int]:
+        return {i for i, child in self._children.items() if child.poll() is None}
+
+    def _locked(self) -> set[int]:
+        """Islands of this run that some process is at, ours or one started by hand."""
+        return {plan.island for plan in self._plans if is_held(self._run.island(plan.island) / "lock")}
+
+    def _note_end(self, island: int) -> None:
+        status = exit_status(self._children[island].poll() or 0)
+        self._children[island].kill()  # what a killed island may have left in its group
+        self._settled.add(island)
+        if status > 128 and (self._stop.count or self._deadline is not None):
+            self.cut_short = True  # it was told to end, and had nothing to save or no time to
+            return
+        if status == 0:
+            return
+        self.failed[island] = status
+        say("launch", f"island {island} failed ({describe_exit(status)})")
+        alive = self._running() | self._locked()
+        if not alive or self._stop.count or self._deadline is not None:
+            return
+        if len(alive) >= self._min_islands and self._has_begun():
+            again = shlex.join(replace(self._plans[island], resume=True).own_command())
+            say("launch", f"going on with {_names(alive)}; to bring island {island} back:")
+            say("launch", f"  {again}")
+        else:
+            why = f"fewer than {self._min_islands} left" if self._has_begun() else "no round was reached yet"
+            say("launch", f"stopping {_names(alive)}: {why}")
+            self._end_others(self._running())
+
+    def _end_others(self, running: set[int]) -> None:
+        self._deadline = time.monotonic() + _GRACE_S
+        self._end(running)
+
+    def _end(self, running: set[int]) -> None:
+        for island in running:
+            self._children[island].terminate()
+
+    def _has_begun(self) -> bool:
+        """Whether an outer round was tried since this launch started."""
+        for island, old in self._old_bytes.items():
+            metrics = self._run.metrics(island)
+            if metrics.exists():
+                with metrics.open("rb") as file:
+                    file.seek(old)
+                    if any(b'"kind": "round"' in line or b'"kind":"round"' in line for line in file):
+                        return True
+        return False
+
+
+def _names(islands: set[int]) -> str:
+    return ("island " if len(islands) == 1 else "islands ") + ", ".join(map(str, sorted(islands)))

@@ -1,0 +1,149 @@
+"""The json config, validated once, at the edge.
+
+One file serves DeepSpeed and this package. DeepSpeed's own keys keep their meaning and are left to
+DeepSpeed; what is validated here is the block ``"megatron_wsd"``, the ``scheduler`` when it is a WSD,
+and the few DeepSpeed keys that cannot work together with islands. Nothing here imports torch: a wrong
+config is refused before anything slow begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_wsd.config import checks
+from megatron_wsd.config.block import (
+    BLOCK,
+    CheckpointConfig,
+    DataConfig,
+    IslandJob,
+    IslandsConfig,
+    LogConfig,
+    ModelConfig,
+    OuterConfig,
+    SyncConfig,
+)
+from megatron_wsd.errors import ConfigError
+from megatron_wsd.schedule import Schedule
+
+__all__ = [
+    "BLOCK",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "IslandJob",
+    "IslandsConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OuterConfig",
+    "SyncConfig",
+    "load_config",
+    "parse_config",
+]
+
+
+class Config:
+    """A validated config.
+
+    Attributes:
+        block: the validated ``"megatron_wsd"`` block; its parts are also attributes of this object.
+        deepspeed: the rest of the json, as DeepSpeed gets it (with the batch sizes filled in).
+        schedule: the WSD schedule of the json, None if another scheduler is named.
+        path: where the json came from, for messages.
+    """
+
+    def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None, path: str):
+        self.block = block
+        self.deepspeed = deepspeed
+        self.schedule = schedule
+        self.path = path
+        self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
+        self.data, self.model = block.data, block.model
+        self.checkpoint, self.log = block.checkpoint, block.log
+
+    def resolved(self) -> dict[str, Any]:
+        """The complete json: DeepSpeed's keys and every default of ours written out."""
+        return {**self.deepspeed, BLOCK: self.block.model_dump(mode="json")}
+
+    def digest(self) -> str:
+        """Hex digest of everything that must be equal between islands and over a resume.
+
+        Logging, checkpoint cadence, timeouts, monitors and folders may differ and are left out.
+        """
+        whole = self.resolved()
+        block = whole[BLOCK]
+        for part in ("log", "checkpoint"):
+            del block[part]
+        block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith("_timeout_s")}
+        block["sync"] = {k: v for k, v in block["sync"].items() if k not in ("timeout_s", "max_voids")}
+        del block["data"]["cache_dir"]
+        ours = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
+        keep = {k: v for k, v in whole.items() if k not in ours}
+        return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward pass of one rank."""
+        return int(self.deepspeed["train_micro_batch_size_per_gpu"])
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro-batches of one inner step of one rank."""
+        return int(self.deepspeed["gradient_accumulation_steps"])
+
+    @property
+    def island_batch(self) -> int:
+        """Sequences of one inner step of one island."""
+        return int(self.deepspeed["train_batch_size"])
+
+
+def load_config(path: str | Path, *, islands: int | None = None, ranks: int | None = None) -> Config:
+    """Read and validate a json config.
+
+    Args:
+        path: the json file.
+        islands: number of islands from the command line; must not contradict the file.
+        ranks: ranks of an island from the command line; must not contradict the file.
+
+    Raises:
+        ConfigError: naming the key, what was expected, what came, and the way out.
+    """
+    file = Path(path)
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            "--config", "a json file", f"{file}, which does not exist", "Check the path."
+        ) from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("--config", "a readable json file", f"{file}: {e}") from None
+    except json.JSONDecodeError as e:
+        where = f"{file}, line {e.lineno}, column {e.colno}"
+        raise ConfigError("--config", "valid json", f"{e.msg} at {where}", "Mend the json there.") from None
+    return parse_config(raw, str(file), islands=islands, ranks=ranks)
+
+
+def parse_config(
+    raw: Any, path: str = "config", *, islands: int | None = None, ranks: int | None = None
+) -> Config:
+    """Validate a config that has been read already; see `load_config`."""
+    if not isinstance(raw, dict):
+        raise ConfigError(path, "a json object", type(raw).__name__)
+    deepspeed = {k: v for k, v in raw.items() if k != BLOCK}
+    checks.refuse_misplaced(deepspeed)
+    try:
+        block = IslandJob.model_validate(raw.get(BLOCK, {}))
+    except ValidationError as e:
+        raise checks.config_error(e, raw.get(BLOCK, {})) from None
+    block = checks.resolve_islands(block, islands, ranks)
+    checks.check_outer(block)
+    checks.check_model(block)
+    checks.check_data(block)
+    assert block.islands.ranks is not None
+    checks.resolve_batch(deepspeed, block.islands.ranks)
+    checks.refuse_with_islands(deepspeed)
+    return Config(block, deepspeed, checks.build_schedule(deepspeed), path)

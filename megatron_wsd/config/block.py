@@ -1,0 +1,110 @@
+"""The block ``"megatron_wsd"`` of the json: every key, its meaning, its default."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+BLOCK = "megatron_wsd"
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class IslandsConfig(_Block):
+    """Who takes part, and how long one waits for another."""
+
+    count: int | None = Field(None, ge=1, description="number of islands; also --islands")
+    ranks: int | None = Field(None, ge=1, description="ranks of one island; also --ranks")
+    min_islands: int | None = Field(
+        None, ge=1, description="fewest live islands that may commit; default 1 for 2, else a majority"
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="wait for all islands before the first round")
+    heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
+    join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
+
+
+class OuterConfig(_Block):
+    """The outer optimizer."""
+
+    optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov"] = "cgad"
+    lr: float = Field(2e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.9, ge=0, lt=1, description="nesterov only")
+    alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
+    tau_cut: int = Field(32, ge=1, description="staleness from which a contribution counts nothing")
+    state_bits: Literal[8, 32] = 8
+    follow_decay: bool = Field(True, description="in the decay, scale the outer rate as the inner one")
+    participation: bool = Field(True, description="scale the outer rate by contributors / live islands")
+
+
+class SyncConfig(_Block):
+    """When islands exchange, and how."""
+
+    mode: Literal["sync"] = "sync"
+    inner_steps: int = Field(30, ge=1, description="inner steps between two outer rounds (H)")
+    wire: Literal["fp32"] = "fp32"
+    bucket_bytes: int = Field(64 << 20, ge=1024, description="largest single message")
+    timeout_s: float = Field(60.0, gt=0, description="one message of an exchange")
+    max_voids: int = Field(20, ge=1, description="void rounds in a row after which the run gives up")
+
+
+class DataConfig(_Block):
+    """Corpora, and the mix of them in each phase of the schedule."""
+
+    corpora: dict[str, str] = Field(
+        default_factory=lambda: {"broad": "builtin:stdlib", "high_quality": "builtin:pydoc"},
+        description="name -> builtin:stdlib | builtin:pydoc | text:PATH | prefix of a .bin/.idx pair",
+    )
+    mixes: dict[str, dict[str, float]] = Field(
+        default_factory=lambda: {"stable": {"broad": 1.0}}, description="phase -> {corpus: weight}"
+    )
+    tokenizer: str = "byte"
+    valid_fraction: float = Field(0.02, gt=0, lt=0.5)
+    seed: int = Field(1234, ge=0)
+    cache_dir: str | None = Field(None, description="where built-in and text corpora are prepared")
+
+
+class ModelConfig(_Block):
+    """megatron-core GPTModel: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases."""
+
+    num_layers: int = Field(..., ge=1)
+    hidden_size: int = Field(..., ge=8)
+    ffn_hidden_size: int = Field(..., ge=8)
+    num_attention_heads: int = Field(..., ge=1)
+    num_query_groups: int = Field(..., ge=1)
+    seq_length: int = Field(..., ge=2)
+    vocab_size: int | None = Field(None, ge=2, description="default: of the tokenizer, padded to 64")
+    rotary_base: int = Field(10000, ge=1)
+    init_std: float = Field(0.02, gt=0)
+    layernorm_epsilon: float = Field(1e-5, gt=0)
+    tie_embeddings: bool = False
+    recompute: bool = Field(False, description="recompute activations layer by layer")
+    seed: int = Field(1234, ge=0)
+
+
+class CheckpointConfig(_Block):
+    interval_steps: int | None = Field(None, ge=1, description="default: only at the end and when stopped")
+    keep: int = Field(3, ge=2, description="complete checkpoints kept in each island")
+
+
+class LogConfig(_Block):
+    interval_steps: int = Field(10, ge=1)
+    eval_interval: int = Field(5, ge=0, description="outer rounds between validations; 0: only at the end")
+    eval_batches: int = Field(8, ge=1, description="global micro-batches of each validation")
+
+
+class IslandJob(_Block):
+    """The block ``"megatron_wsd"`` of the json."""
+
+    islands: IslandsConfig = IslandsConfig()
+    outer: OuterConfig = OuterConfig()
+    sync: SyncConfig = SyncConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

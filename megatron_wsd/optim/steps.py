@@ -1,0 +1,118 @@
+"""The numbers of one outer step, and the 8-bit form of Adam's moments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_wsd.errors import NativeError
+
+SMALLEST_EPS = 1e-20  # the codec stores a scale below 2^-100 as zero, which is then far below eps
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """Numbers of one Adam step.
+
+    Attributes:
+        lr: learning rate, >= 0.
+        betas: decay of m and of v, each in [0, 1).
+        eps: outside the root, as in torch; at least 1e-20.
+        weight_decay: decoupled, >= 0.
+        step: number of this step, from 1: of the bias corrections and of the rounding.
+        gate: in [0, 1]; multiplies the gradient before both moments.
+        seed: of the stochastic rounding, 0 to 2^64 - 1.
+
+    Raises:
+        NativeError: one of them is out of range.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    gate: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr, 0.0, math.inf)
+        for i, beta in enumerate(self.betas):
+            if not 0.0 <= beta < 1.0:
+                raise NativeError(f"betas[{i}]", "a number in [0, 1)", beta)
+        check_number("eps", self.eps, SMALLEST_EPS, math.inf)
+        check_number("weight_decay", self.weight_decay, 0.0, math.inf)
+        check_number("gate", self.gate, 0.0, 1.0)
+        if not 1 <= self.step < 2**63:
+            raise NativeError("step", "a count from 1", self.step)
+        if not 0 <= self.seed < 2**64:
+            raise NativeError("seed", "an integer from 0 to 2**64 - 1", self.seed)
+
+
+@dataclass(frozen=True)
+class SGDStep:
+    """Numbers of one SGD step, as torch's SGD with dampening 0 takes them.
+
+    Attributes:
+        lr: learning rate, >= 0.
+        momentum: in [0, 1).
+        nesterov: step along g + momentum * buffer instead of along the buffer.
+        weight_decay: added to the gradient, >= 0.
+
+    Raises:
+        NativeError: one of them is out of range.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr, 0.0, math.inf)
+        if not 0.0 <= self.momentum < 1.0:
+            raise NativeError("momentum", "a number in [0, 1)", self.momentum)
+        if self.nesterov and self.momentum == 0.0:
+            raise NativeError("nesterov", "a momentum > 0", "momentum 0")
+        check_number("weight_decay", self.weight_decay, 0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class State8:
+    """Adam's moments in the ratio codec: r = m / (sqrt(v) + eps) and s = sqrt(v).
+
+    Attributes:
+        r_codes: int8, one an element; linear in r, 0 is exactly 0.
+        s_codes: uint8, one an element; logarithmic in s.
+        r_scale: fp32, one a block; the largest abs(r).
+        s_scale: fp32, one a block; the largest s. 0 means that the block's moments are all 0.
+    """
+
+    r_codes: torch.Tensor
+    s_codes: torch.Tensor
+    r_scale: torch.Tensor
+    s_scale: torch.Tensor
+
+    @classmethod
+    def zeros(cls, numel: int, block_size: int) -> State8:
+        """Fresh state: m = v = 0."""
+        blocks = -(-numel // block_size)
+        return cls(
+            torch.zeros(numel, dtype=torch.int8),
+            torch.zeros(numel, dtype=torch.uint8),
+            torch.zeros(blocks, dtype=torch.float32),
+            torch.zeros(blocks, dtype=torch.float32),
+        )
+
+
+def check_number(field: str, value: float, low: float, high: float) -> None:
+    """Refuse NaN, infinities and what lies outside [low, high].
+
+    Raises:
+        NativeError: naming `field`.
+    """
+    if not (math.isfinite(value) and low <= value <= high):
+        bound = f">= {low}" if high == math.inf else f"from {low} to {high}"
+        raise NativeError(field, f"a finite number {bound}", value)

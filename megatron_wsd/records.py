@@ -1,0 +1,74 @@
+"""Reading back ``metrics.jsonl``, one json record a line, as the trainer of each island writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+_KEYS = ("step", "target", "corpus")
+
+
+def read_metrics(path: str | Path) -> list[Record]:
+    """All records of a file that still hold, in the order they were written; [] if there is no file.
+
+    A run that was killed leaves a torn last line, and one that resumes does some steps again. Lines that
+    cannot be read are left out. What was said again after a later ``start`` record (the same kind, step,
+    target and corpus) replaces what was said before it; within one start everything is kept, so a round
+    that is void at a step and commits at the next try counts as both. Events are always kept. A loss that
+    was not finite is None.
+    """
+    file = Path(path)
+    if not file.exists():
+        return []
+    begun = 0
+    newest: dict[tuple[Any, ...], int] = {}
+    found: list[tuple[int, tuple[Any, ...], Record]] = []
+    for line in file.read_text(errors="replace").splitlines():
+        record = _parse(line)
+        if record is None:
+            continue
+        begun += record["kind"] == "start"
+        key = (record["kind"], *(record.get(k) for k in _KEYS))
+        newest[key] = begun
+        found.append((begun, key, record))
+    return [r for start, key, r in found if r["kind"] in ("start", "event") or newest[key] == start]
+
+
+def _parse(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+def read_islands(run_dir: str | Path) -> dict[int, list[Record]]:
+    """The records of each island of a run that has any, by island number."""
+    numbered = {
+        int(match[1]): folder / "metrics.jsonl"
+        for folder in Path(run_dir).glob("island_*")
+        if (match := re.fullmatch(r"island_(\d+)", folder.name))
+    }
+    islands = {number: read_metrics(path) for number, path in sorted(numbered.items())}
+    return {number: records for number, records in islands.items() if records}
+
+
+def of_kind(records: list[Record], kind: str) -> list[Record]:
+    """The records of one kind by step, in written order within a step."""
+    return sorted((r for r in records if r["kind"] == kind), key=lambda r: r["step"])
+
+
+def phases(steps: list[Record]) -> list[tuple[str, int, int]]:
+    """The phases of the schedule that ``step`` records pass, as (name, first, last logged step)."""
+    spans: list[tuple[str, int, int]] = []
+    for record in steps:
+        name, step = record["phase"], record["step"]
+        if spans and spans[-1][0] == name:
+            spans[-1] = (name, spans[-1][1], step)
+        else:
+            spans.append((name, step, step))
+    return spans

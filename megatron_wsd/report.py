@@ -1,0 +1,154 @@
+"""The report of a run: its summary as numbers, as a table for people, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_wsd.picture import draw
+from megatron_wsd.records import Record, of_kind, phases, read_islands, read_metrics
+from megatron_wsd.rundir import write_json_atomic
+
+__all__ = ["draw", "has_steps", "print_summary", "read_metrics", "summarise", "write"]
+
+_LAST = 5  # logged steps, or a quarter of them if fewer, averaged for the loss at the end: one is noisy
+
+
+def has_steps(run_dir: str | Path) -> bool:
+    """Whether any island of the run has logged a step, without which there is nothing to report."""
+    return any(of_kind(records, "step") for records in read_islands(run_dir).values())
+
+
+def write(run_dir: str | Path, console: Console | None = None) -> dict[str, Any]:
+    """Write ``summary.json`` and ``run.png`` into the run folder and print the summary."""
+    folder = Path(run_dir)
+    summary = summarise(folder)
+    write_json_atomic(folder / "summary.json", summary)
+    draw(folder, folder / "run.png")
+    print_summary(summary, console)
+    return summary
+
+
+def summarise(run_dir: str | Path) -> dict[str, Any]:
+    """The run in numbers: losses in nats a token, times in seconds, bytes summed over ranks and islands."""
+    folder = Path(run_dir)
+    islands = read_islands(folder)
+    rounds = {i: of_kind(records, "round") for i, records in islands.items()}
+    each = [of_kind(records, "step") for records in islands.values()]
+    longest = max(each, key=len, default=[])
+    everything = [r for records in islands.values() for r in records]
+    times = [r["time"] for r in everything if "time" in r]
+    committed = {r["outer_step"] for island in rounds.values() for r in island if r["committed"]}
+    starts = [r for r in everything if r["kind"] == "start"]
+    return {
+        "run_dir": str(folder.absolute()),
+        "parameters": starts[-1].get("parameters") if starts else None,
+        "tokens": max((r["tokens"] for r in everything if r["kind"] == "step"), default=0),
+        "wall_seconds": max(times) - min(times) if times else 0.0,
+        "phases": [{"phase": n, "first_step": a, "last_step": b} for n, a, b in phases(longest)],
+        "rounds_committed": len(committed),
+        "bytes_exchanged": sum(r.get("island_bytes", 0) for island in rounds.values() for r in island),
+        "anchor": _anchor(everything),
+        "islands": [_island(i, records, len(islands) > 1) for i, records in islands.items()],
+        "files": {
+            "picture": str(folder.absolute() / "run.png"),
+            "islands": [str(folder.absolute() / f"island_{i}") for i in islands],
+        },
+    }
+
+
+def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
+    steps, rounds = of_kind(records, "step"), of_kind(records, "round")
+    losses = [r["loss"] for r in steps]
+    last = losses[-max(1, min(_LAST, len(losses) // 4)) :]
+    began = max((i for i, r in enumerate(records) if r["kind"] == "start"), default=0)
+    ends = [r["event"] for r in records[began:] if r["kind"] == "event" and r["event"] in ("finish", "stop")]
+    return {
+        "island": number,
+        "last_step": steps[-1]["step"] if steps else 0,
+        "loss_start": next((loss for loss in losses if loss is not None), None),
+        "loss_end": sum(last) / len(last) if last and None not in last else None,
+        "rounds_committed": sum(r["committed"] for r in rounds),
+        "rounds_void": sum(not r["committed"] for r in rounds),
+        "rounds_alone": sum(r["committed"] and r["islands"] == [number] for r in rounds) if others else 0,
+        "bytes_exchanged": sum(r.get("island_bytes", 0) for r in rounds),
+        "heals": sum(r["kind"] == "event" and r["event"] == "heal" for r in records),
+        "starts": sum(r["kind"] == "start" for r in records),
+        "end": ends[-1] if ends else "cut short",
+    }
+
+
+def _anchor(records: list[Record]) -> dict[str, dict[str, Any]]:
+    """The newest validation of the anchor for each corpus, beside what a unigram model would reach."""
+    entropy: dict[str, float] = {}
+    for record in records:
+        if record["kind"] == "start":
+            entropy |= record.get("unigram_entropy") or {}
+    evals = [r for r in of_kind(records, "eval") if r["target"] == "anchor"]
+    newest = {r["corpus"]: r for r in evals}
+    return {
+        corpus: {"loss": r["loss"], "step": r["step"], "unigram_entropy": entropy.get(corpus)}
+        for corpus, r in sorted(newest.items())
+    }
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Print what `summarise` returns as a table."""
+    table = Table(title="Summary of the run", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if summary["parameters"]:
+        table.add_row("model", f"{summary['parameters']:,} parameters")
+    minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
+    table.add_row("trained", f"{summary['tokens']:,} tokens in {minutes} min {seconds:02d} s")
+    for island in summary["islands"]:
+        table.add_row(f"island {island['island']}", _island_line(island))
+    spans = [f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in summary["phases"]]
+    table.add_row("phases (steps)", ", ".join(spans) or "none")
+    table.add_row("outer rounds", f"{summary['rounds_committed']} committed{_void(summary['islands'])}")
+    table.add_row("exchanged", f"{human_bytes(summary['bytes_exchanged'])} over all ranks, sent and received")
+    for corpus, anchor in summary["anchor"].items():
+        line = f"loss {_loss(anchor['loss'])} at step {anchor['step']}"
+        if (entropy := anchor["unigram_entropy"]) is not None:
+            side = "below" if (anchor["loss"] or entropy) < entropy else "NOT below"
+            line += f", {side} the unigram entropy {entropy:.3f}"
+        table.add_row(f"anchor on {corpus}", line)
+    (console or Console()).print(table)
+    # paths outside the table, whole on one line, so that they can be copied
+    for name, where in (("picture", summary["files"]["picture"]), ("run folder", summary["run_dir"])):
+        (console or Console()).print(f"{name}: {where}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _island_line(island: dict[str, Any]) -> str:
+    if island["loss_start"] is None:
+        return "no step logged"
+    parts = [
+        f"training loss {island['loss_start']:.3f} -> {_loss(island['loss_end'])}",
+        f"{island['last_step']} steps",
+        {"finish": "finished", "stop": "stopped and saved"}.get(island["end"], island["end"]),
+    ]
+    parts += [f"{island['starts']} starts"] * (island["starts"] > 1)
+    parts += [f"healed {island['heals']} x"] * (island["heals"] > 0)
+    parts += [f"{island['rounds_alone']} rounds alone"] * (island["rounds_alone"] > 0)
+    return ", ".join(parts)
+
+
+def _void(islands: list[dict[str, Any]]) -> str:
+    void = max((island["rounds_void"] for island in islands), default=0)
+    return f", {void} void" if void else ", none void"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def human_bytes(count: float) -> str:
+    """``1.5 GB`` and the like, with powers of 1000."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

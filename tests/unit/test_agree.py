@@ -1,0 +1,134 @@
+"""The decision that all ranks of all islands draw from the reports of a quorum."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_wsd.diloco.agree import Report, combine_digests, decide, to_int64
+from megatron_wsd.diloco.merge import merge_coefficients
+from megatron_wsd.errors import ExchangeError, IslandError
+from megatron_wsd.optim.gate import staleness_gate
+
+
+def report(island: int, **changes: int) -> Report:
+    base = Report(
+        island=island,
+        outer_step=5,
+        digest=111,
+        config=7,
+        data=3,
+        ranks=2,
+        settled=1,
+        contributes=1,
+        finite=1,
+        base=5,
+        steps=10,
+        tokens=100,
+        inner_step=60,
+    )
+    return replace(base, **changes)
+
+
+def test_report_survives_the_wire() -> None:
+    mine = report(3, digest=to_int64(2**64 - 5))
+    assert Report.from_numbers(mine.numbers()) == mine
+    assert all(-(2**63) <= n < 2**63 for n in mine.numbers())
+
+
+def test_all_equal_contribute_in_the_order_of_island_numbers() -> None:
+    decision = decide([report(2), report(0), report(1)])
+    assert decision.contributors == (0, 1, 2)
+    assert decision.staleness == (0, 0, 0)
+    assert decision.healed == () and decision.source is None
+    assert [decision.place(i) for i in (0, 1, 2)] == [1, 2, 0]
+
+
+def test_decision_does_not_depend_on_the_order_of_the_quorum() -> None:
+    reports = [report(0, outer_step=4, inner_step=50), report(1), report(2, contributes=0), report(3, finite=0)]
+    decisions = {
+        replace(decide(order), places=()) for order in itertools.permutations(reports)
+    }
+    assert len(decisions) == 1
+
+
+def test_island_behind_is_healed_and_contributes_nothing() -> None:
+    decision = decide([report(0, outer_step=3, digest=9, inner_step=40), report(1), report(2)])
+    assert decision.healed == (0,)
+    assert decision.source == 1
+    assert decision.contributors == (1, 2)
+    assert decision.outer_step == 5
+    assert decision.inner_step == 60
+
+
+def test_minority_at_equal_step_is_healed() -> None:
+    decision = decide([report(0, digest=9), report(1), report(2)])
+    assert (decision.source, decision.healed, decision.contributors) == (1, (0,), (1, 2))
+
+
+def test_tie_at_equal_step_goes_to_the_side_of_the_lowest_island() -> None:
+    decision = decide([report(1, digest=9), report(0)])
+    assert (decision.source, decision.healed, decision.contributors) == (0, (1,), (0,))
+
+
+def test_non_finite_contribution_is_dropped_and_named() -> None:
+    decision = decide([report(0), report(1, finite=0)])
+    assert decision.contributors == (0,)
+    assert decision.dropped == (1,)
+
+
+def test_staleness_is_measured_from_the_base() -> None:
+    decision = decide([report(0), report(1, base=2)])
+    assert decision.staleness == (0, 3)
+
+
+def test_torn_island_never_leads() -> None:
+    decision = decide([report(0, outer_step=-1, digest=1), report(1, outer_step=0, contributes=0)])
+    assert decision.source == 1 and decision.healed == (0,)
+    with pytest.raises(ExchangeError, match="none holds a whole outer state"):
+        decide([report(0, outer_step=-1)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"config": 8}, "the same config"),
+        ({"data": 8}, "the same corpora"),
+        ({"ranks": 4}, "equally many ranks"),
+        ({"protocol": 99}, "the same version"),
+    ],
+)
+def test_islands_that_cannot_work_together_are_refused(changes: dict[str, int], text: str) -> None:
+    with pytest.raises(IslandError, match=text) as caught:
+        decide([report(0), report(1, **changes)])
+    assert "island 0 and island 1" in str(caught.value)
+
+
+def test_different_initial_weights_are_refused() -> None:
+    fresh = [report(i, outer_step=0, base=0, digest=i, settled=0, contributes=0) for i in range(2)]
+    with pytest.raises(IslandError, match="same initial weights"):
+        decide(fresh)
+
+
+def test_two_islands_of_one_number_are_refused() -> None:
+    with pytest.raises(IslandError, match="a number of its own"):
+        decide([report(1), report(1)])
+
+
+def test_combined_digest_depends_on_every_rank_and_their_order() -> None:
+    assert combine_digests([1, 2]) != combine_digests([2, 1])
+    assert combine_digests([1, 2]) != combine_digests([1, 3])
+    assert combine_digests([-1]) == combine_digests([2**64 - 1])
+    assert 0 <= combine_digests([2**64 - 1, 5]) < 2**63
+
+
+def test_merge_divides_by_the_weights_without_the_gate() -> None:
+    # tests/cases/first_round.json, "two_ages": (0.2 gate(0) + 0.4 gate(8)) / 2
+    c = merge_coefficients([0, 8], [1.0, 1.0], alpha=0.2, tau_cut=32)
+    assert 0.2 * c[0] + 0.4 * c[1] == pytest.approx(0.1344658914966628, abs=1e-15)
+    weighted = merge_coefficients([0, 4], [3.0, 1.0], alpha=0.2, tau_cut=32)
+    assert weighted == pytest.approx([0.75, 0.25 * staleness_gate(4)], abs=1e-15)
+    assert merge_coefficients([5, 40], [1.0, 1.0], alpha=0.2, tau_cut=32, gated=False) == [0.5, 0.5]
+    assert sum(merge_coefficients([7] * 3, [1.0] * 3, alpha=0.2, tau_cut=32)) <= 1.0
