@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.errors import ConfigError, MegatronWSDError
-from megatron_wsd.metrics import Metrics, say
+from megatron_wsd.metrics import say
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +189,7 @@ class Trainer:
         self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
         if step is not None:
             self.checkpoints.load_rest(self.outer, self.sampler, step)
-        self.metrics = Metrics(
-            self.folder / "metrics.jsonl" if self.rank == 0 else None, getattr(self.engine, "monitor", None)
-        )
+        self.metrics = self.outer.metrics
         entropy = {name: self.held_out.unigram_entropy(name) for name in self.corpora.files}
         self.metrics.write(
             "start",
@@ -220,8 +218,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, or until asked to stop; leaves a complete checkpoint behind."""
-        self._alive = tuple(range(self.address.islands))
-        self._note_round(self.outer.meet())
+        self.outer.meet()
         self._window = _Window()
         stopped = False
         while self.outer.inner_step < self.stop_at and not stopped:
@@ -232,7 +229,6 @@ class Trainer:
             stopped = not self.outer.group.all_agree(not self._stop_requested)
         self._end(stopped)
         self.outer.close()
-        self.metrics.close()
 
     def _inner_step(self) -> None:
         import torch
@@ -277,9 +273,8 @@ class Trainer:
         validate = due and self._validation_due()
         if validate:
             self._evaluate("local")
-        result = self.outer.step(tokens=tokens)
-        if result is not None:
-            self._note_round(result)
+        if self.outer.step(tokens=tokens) is not None:
+            self._window.tokens = 0
             if validate:
                 self._evaluate("anchor")
 
@@ -292,9 +287,7 @@ class Trainer:
         assert self.config.schedule is not None
         over = self.outer.inner_step >= (self.config.schedule.end or self.stop_at) and not stopped
         if over:
-            result = self.outer.finish()
-            if result is not None:
-                self._note_round(result)
+            self.outer.finish()
             self._evaluate("anchor")
         self._save()
         step = self.outer.inner_step
@@ -325,57 +318,6 @@ class Trainer:
                 f"step {step}/{self.stop_at} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
                 f"{tokens_per_s:,.0f} tok/s round {self.outer.outer_step}"
             )
-
-    def _note_round(self, result: Any) -> None:
-        """Record a round, and who came and went."""
-        from megatron_wsd.diloco.round import gates_of
-
-        if result.decision is None:
-            return
-        step, here = self.outer.inner_step, result.decision.islands
-        for island in sorted(set(self._alive) - set(here)):
-            self.metrics.event(
-                "alone", step, f"step {step}: island {island} is gone; going on with {list(here)}"
-            )
-        for island in sorted(set(here) - set(self._alive)):
-            self.metrics.event("back", step, f"step {step}: island {island} is back")
-        self._alive = here
-        if result.healed:
-            source, rounds = result.decision.source, result.decision.outer_step
-            self.metrics.event("heal", step, f"step {step}: healed by island {source} to round {rounds}")
-        for island in result.decision.dropped:
-            text = f"step {step}: pseudo-gradient of island {island} holds NaN or Inf; dropped"
-            self.metrics.event("void", step, text)
-        if not result.committed:
-            return
-        moved = sum(row[0] for row in self.outer.group.gather([result.bytes]))
-        self._window_reset()
-        gates = gates_of(result)
-        self.metrics.write(
-            "round",
-            step=step,
-            outer_step=self.outer.outer_step,
-            committed=True,
-            islands=list(here),
-            contributors=list(result.decision.contributors),
-            **gates,
-            bytes=result.bytes,
-            island_bytes=moved,
-            seconds=result.seconds,
-            digest=f"{result.digest:016x}",
-            reason=result.reason,
-        )
-        if self.rank == 0:
-            ages = " ".join(f"{i}:{tau}" for i, tau in gates["staleness"].items())
-            say(
-                f"round {self.outer.outer_step} at step {step}: islands {list(here)}, staleness {ages}, "
-                f"{moved / 1e6:.2f} MB, {result.seconds:.2f} s, digest {result.digest:016x}"
-            )
-
-    def _window_reset(self) -> None:
-        window = getattr(self, "_window", None)
-        if window is not None:
-            window.tokens = 0
 
     def _evaluate(self, target: str) -> None:
         """Loss on the held-out part of every corpus, in nats a token; all ranks must call it."""

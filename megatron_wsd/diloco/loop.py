@@ -13,9 +13,11 @@ from megatron_wsd.checkpoint.outer import load_outer, save_outer
 from megatron_wsd.config import BLOCK, Config, parse_config
 from megatron_wsd.diloco.capture import Contribution, capture
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
 from megatron_wsd.errors import ConfigError, IslandError
+from megatron_wsd.metrics import Metrics
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, make_outer
 from megatron_wsd.shards.zero3 import Zero3Shards
@@ -57,6 +59,7 @@ class OuterLoop:
     Attributes:
         inner_step: inner steps of the run; moves ahead at once when this island was left behind.
         last_round: the newest `RoundResult`; None before the first.
+        metrics: ``metrics.jsonl`` of this island in the run folder; silent on all ranks but the first.
     """
 
     def __init__(self, engine: Any, config: Config, address: IslandAddress, data_digest: int = 0) -> None:
@@ -97,6 +100,11 @@ class OuterLoop:
         )
         self._state = OuterState(layout, anchor, make_outer(outer.optimizer, layout, hyper))
         self._scratch = torch.zeros_like(anchor)
+        where = address.run_dir if self._group.rank == 0 else None
+        self.metrics = Metrics(
+            where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
+        )
+        self._journal = Journal(self.metrics, self._group, address.islands)
         self._half: OuterHalf | None = None
         self._seat: Membership | None = None
         self._steps_since_base = 0
@@ -161,6 +169,7 @@ class OuterLoop:
             here = result.decision.islands if result.decision else ()
             if result.committed or result.healed:
                 self._adopt(result)
+                self._journal.note(result, self.inner_step)
             under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
             late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
             if not result.void and (len(here) == count or result.committed or under_way):
@@ -237,6 +246,7 @@ class OuterLoop:
             if not result.void:
                 break
             voids += 1
+            self._journal.note_void(result, self.inner_step, self.outer_step)
             if result.healed:
                 contribution = None  # it was trained from a version that this island no longer holds
             log.warning("round void (%d in a row): %s", voids, result.reason)
@@ -248,12 +258,8 @@ class OuterLoop:
                     "Look at the network between the islands; resume with --resume.",
                 )
             time.sleep(min(0.1 * 2**voids, 5.0))
-        if result.decision is not None and result.decision.dropped and self._group.rank == 0:
-            log.error(
-                "islands %s sent a pseudo-gradient with NaN or Inf; it was dropped",
-                list(result.decision.dropped),
-            )
         self._adopt(result)
+        self._journal.note(result, self.inner_step)
         return result
 
     def _adopt(self, result: RoundResult) -> None:
@@ -302,7 +308,8 @@ class OuterLoop:
             self._half.refresh_digest()
 
     def close(self) -> None:
-        """Leave the other islands."""
+        """Leave the other islands, and close the metrics."""
+        self.metrics.close()
         if self._seat is not None:
             self._seat.shutdown()
             self._seat = None

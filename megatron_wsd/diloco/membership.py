@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -106,6 +107,7 @@ class Membership:
 
     def _build(self) -> None:
         """Make the Manager; rank 0 first, since the others find it through the island's store."""
+        os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every heartbeat's state
         from torchft import Manager, ProcessGroupGloo
 
         def make() -> None:

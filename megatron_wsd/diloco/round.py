@@ -11,7 +11,6 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -308,7 +307,6 @@ class OuterHalf:
         state.inner_step = decision.inner_step
         self.refresh_digest()
 
-
     def _rate_scale(self, decision: Decision) -> float:
         """What multiplies the outer rate in this round, the same on every island.
 
@@ -325,14 +323,3 @@ class OuterHalf:
             if schedule.phase(start) in ("decay", "done"):
                 scale *= schedule.factor(start)
         return scale
-
-
-def gates_of(result: RoundResult) -> dict[str, Any]:
-    """Staleness and gate by island, json-able."""
-    if result.decision is None:
-        return {"staleness": {}, "gates": {}}
-    names = [str(i) for i in result.decision.contributors]
-    return {
-        "staleness": dict(zip(names, result.decision.staleness, strict=True)),
-        "gates": dict(zip(names, result.gates or [1.0] * len(names), strict=False)),
-    }
