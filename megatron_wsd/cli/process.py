@@ -77,9 +77,10 @@ class StopRequest:
     def __init__(self) -> None:
         self.count = 0
         self.signal = signal.SIGINT
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
-                signal.signal(number, self._note)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(signal.SIGHUP, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +18,6 @@ ENV_ISLANDS = "MEGATRON_WSD_ISLANDS"
 ENV_LIGHTHOUSE = "MEGATRON_WSD_LIGHTHOUSE"
 ENV_STORE = "MEGATRON_WSD_STORE"
 ENV_RUN_DIR = "MEGATRON_WSD_RUN_DIR"
-ENV_HOSTNAME = "MEGATRON_WSD_HOSTNAME"
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,8 @@ class IslandAddress:
         island: number of this island, from 0.
         islands: number of islands of the run.
         lighthouse: http address of torchft's lighthouse.
-        store: host and port of this island's TCPStore, held by its launcher.
-        hostname: address under which the other islands reach this machine.
+        store: host and port of this island's TCPStore, held by its launcher; the host is the address
+            under which the other islands reach this machine.
         run_dir: the run folder, None outside the launcher's.
     """
 
@@ -39,7 +37,6 @@ class IslandAddress:
     islands: int
     lighthouse: str
     store: tuple[str, int]
-    hostname: str
     run_dir: Path | None
 
     @classmethod
@@ -65,11 +62,8 @@ class IslandAddress:
             raise IslandError(f"{ENV_ISLAND}, {ENV_ISLANDS}, {ENV_STORE}", "numbers", str(e)) from None
         if not 0 <= island < islands:
             raise IslandError(ENV_ISLAND, f"0 to {islands - 1}", island)
-        lighthouse = environ[ENV_LIGHTHOUSE]
-        local = any(name in lighthouse for name in ("//localhost", "//127.", "//[::1]"))
-        hostname = environ.get(ENV_HOSTNAME) or ("localhost" if local else socket.gethostname())
         run_dir = Path(environ[ENV_RUN_DIR]) if environ.get(ENV_RUN_DIR) else None
-        return cls(island, islands, lighthouse, store, hostname, run_dir)
+        return cls(island, islands, environ[ENV_LIGHTHOUSE], store, run_dir)
 
 
 class IslandGroup:

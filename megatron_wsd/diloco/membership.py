@@ -128,7 +128,7 @@ class Membership:
                 lighthouse_addr=self._address.lighthouse,
                 # torchft orders replicas by this string.
                 replica_id=f"island_{self._address.island:06d}",
-                hostname=self._address.hostname,
+                hostname=self._address.store[0],
                 checkpoint_transport=_no_transport(),
                 init_sync=False,
             )

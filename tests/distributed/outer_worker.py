@@ -84,7 +84,7 @@ def build(number: int, islands: int, lighthouse: str, raw: dict[str, Any], weigh
         "gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
     config = parse_config(raw, islands=islands, ranks=1)
-    address = IslandAddress(number, islands, lighthouse, ("localhost", store.port), "localhost", None)
+    address = IslandAddress(number, islands, lighthouse, ("localhost", store.port), None)
     group = IslandGroup(60)
     quantised = config.outer.state_bits == 8
     layout = FlatLayout(

@@ -47,10 +47,13 @@ def test_all_equal_contribute_in_the_order_of_island_numbers() -> None:
 
 
 def test_decision_does_not_depend_on_the_order_of_the_quorum() -> None:
-    reports = [report(0, outer_step=4, inner_step=50), report(1), report(2, contributes=0), report(3, finite=0)]
-    decisions = {
-        replace(decide(order), places=()) for order in itertools.permutations(reports)
-    }
+    reports = [
+        report(0, outer_step=4, inner_step=50),
+        report(1),
+        report(2, contributes=0),
+        report(3, finite=0),
+    ]
+    decisions = {replace(decide(order), places=()) for order in itertools.permutations(reports)}
     assert len(decisions) == 1
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wsd.config import BLOCK, load_config, parse_config
+from megatron_wsd.config import load_config, parse_config
 from megatron_wsd.errors import ConfigError, MegatronWSDError
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
@@ -62,7 +62,11 @@ def test_7b_arithmetic_is_what_its_page_says() -> None:
         ("megatron_wsd/outr", {}, ["megatron_wsd.outr", "'outer'"]),
         ("sync", {"inner_steps": 3}, ["sync", "megatron_wsd.sync"]),
         ("gradient_cliping", 1.0, ["gradient_cliping", "'gradient_clipping'"]),
-        ("megatron_wsd/sync/inner_steps", 0, ["megatron_wsd.sync.inner_steps", "greater than or equal to 1", "0"]),
+        (
+            "megatron_wsd/sync/inner_steps",
+            0,
+            ["megatron_wsd.sync.inner_steps", "greater than or equal to 1", "0"],
+        ),
         ("megatron_wsd/outer/lr", -1.0, ["megatron_wsd.outer.lr", "-1.0"]),
         ("megatron_wsd/outer/lr", float("nan"), ["megatron_wsd.outer.lr", "nan"]),
         ("megatron_wsd/outer/betas", [0.9, 1.0], ["megatron_wsd.outer.betas.1", "[0, 1)"]),

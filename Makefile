@@ -1,0 +1,15 @@
+.PHONY: check setup test format
+
+check: ## what CI runs
+	./.ci/run
+
+setup: ## .venv with everything in it
+	./launch/setup.sh
+
+test: ## the whole test suite
+	./launch/test.sh
+
+format: setup ## rewrite the sources in the style that check asks for
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	find csrc -type f \( -name '*.h' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' \) -exec .venv/bin/clang-format -i {} +

@@ -1,0 +1,65 @@
+"""What islands must not change, through the real launcher and three lines in a DeepSpeed script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.launch
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 16,
+    "gradient_clipping": 1.0,
+    # eps bounds how much a rounding of a gradient can move a weight: lr / eps times it.
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-5, "torch_adam": True}},
+    "scheduler": {"type": "WSD", "params": {"warmup_steps": 3}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "steps_per_print": 100000,
+    "megatron_wsd": {"sync": {"inner_steps": 3}},
+}
+
+
+def launch(folder: Path, islands: int) -> list[dict[str, Any]]:
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    run = folder / f"run{islands}"
+    script = Path(__file__).parent / "equivalence_script.py"
+    command = [sys.executable, "-m", "megatron_wsd", "launch", "--islands", str(islands), "--ranks", "2"]
+    command += ["--config", str(config), "--run-dir", str(run), "--script", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((run / f"results_{i}.json").read_text()) for i in range(islands)]
+
+
+def flat(result: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([torch.tensor(w, dtype=torch.float64).flatten() for w in result["weights"].values()])
+
+
+def test_islands_change_nothing_that_they_should_not(tmp_path: Path) -> None:
+    (alone,) = launch(tmp_path, 1)
+    for name in ("sgd", "cgad"):
+        assert alone[name]["rounds"] == 3
+        assert alone[name]["stale"] == [], f"working copies that are not the anchor, {name}"
+
+    # One island, outer SGD at lr 1 without momentum: anchor - (anchor - local). Where the two differ by
+    # less than a factor of 2 this is exact; elsewhere it is off by at most an ulp of the difference, about
+    # 1e-3 x 2^-23 = 1e-10 a round. Adam turns an error d of a weight into at most lr / eps x |d gradient| a
+    # step, with gradients of order |d|: 9 steps x 100 x 3e-10 = 3e-7.
+    difference = (flat(alone["plain"]) - flat(alone["sgd"])).abs().max().item()
+    assert difference < 3e-7
+    moved = (flat(alone["plain"]) - flat(alone["cgad"])).abs().max().item()
+    assert moved > 1e-3, "the comparison must be able to fail: CGAD goes elsewhere"
+    assert alone["plain"]["losses"] == pytest.approx(alone["sgd"]["losses"], abs=1e-6)
+
+    # Two islands with the same data: 0.5 x + 0.5 x is x, so the outer state is the same to the last bit.
+    first, second = launch(tmp_path, 2)
+    assert first["cgad"]["digest"] == second["cgad"]["digest"] == alone["cgad"]["digest"]
+    assert first["cgad"]["weights"] == second["cgad"]["weights"] == alone["cgad"]["weights"]
+    assert first["cgad"]["evals"] == alone["cgad"]["evals"]
+    assert second["cgad"]["stale"] == []
