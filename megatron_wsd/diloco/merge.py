@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from megatron_wsd.config import OuterConfig
 from megatron_wsd.optim.gate import staleness_gate
 
 
-def merge_coefficients(
-    staleness: Sequence[int], weights: Sequence[float], *, alpha: float, tau_cut: int, gated: bool = True
-) -> list[float]:
+def age_gate(outer: OuterConfig, staleness: int) -> float:
+    """What the outer optimizer makes of a contribution's age.
+
+    CGAD: the staleness gate. Adam-Decay: its exponential alone, e^(-alpha tau). All others: 1.
+    """
+    if outer.optimizer == "cgad":
+        return staleness_gate(staleness, outer.alpha, outer.tau_cut)
+    if outer.optimizer == "adam_decay":
+        return math.exp(-outer.alpha * staleness)
+    return 1.0
+
+
+def merge_coefficients(gates: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The factor of each contribution in the merged pseudo-gradient.
 
-        c_k = gate(tau_k) w_k / sum_j w_j
+        c_k = gate_k w_k / sum_j w_j
 
-    The weights are divided by their sum *without* the gate, so staleness never enlarges the result.
+    The weights are divided by their sum *without* the gates, so staleness never enlarges the result.
 
     Args:
-        staleness: age of each contribution in outer rounds.
-        weights: positive weight of each.
-        alpha: decay of the gate.
-        tau_cut: cut of the gate.
-        gated: False for outer optimizers that ignore age.
+        gates: of each contribution, in [0, 1].
+        weights: of each, positive.
     """
     total = sum(weights)
-    gates = [staleness_gate(tau, alpha, tau_cut) if gated else 1.0 for tau in staleness]
     return [g * w / total for g, w in zip(gates, weights, strict=True)]

@@ -19,7 +19,7 @@ from megatron_wsd.diloco.agree import Decision, Report, combine_digests, decide,
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
-from megatron_wsd.diloco.merge import merge_coefficients
+from megatron_wsd.diloco.merge import age_gate, merge_coefficients
 from megatron_wsd.diloco.wire import broadcast_flat, buckets
 from megatron_wsd.errors import ExchangeError, IslandError
 from megatron_wsd.optim import native
@@ -175,13 +175,8 @@ class OuterHalf:
         if not decision.contributors:
             result.reason = "nothing to merge"
             return
-        coefficients = merge_coefficients(
-            decision.staleness,
-            [1.0] * len(decision.contributors),
-            alpha=self._config.outer.alpha,
-            tau_cut=self._config.outer.tau_cut,
-            gated=self._config.outer.optimizer == "cgad",
-        )
+        gates = [age_gate(self._config.outer, tau) for tau in decision.staleness]
+        coefficients = merge_coefficients(gates, [1.0] * len(gates))
         well, why = True, ""
         try:
             self._exchange(decision, coefficients, contribution)
@@ -191,7 +186,7 @@ class OuterHalf:
             raise ExchangeError(why or "a peer could not commit")
         self._step(decision)
         result.committed = True
-        result.gates = [c * len(coefficients) for c in coefficients]
+        result.gates = gates
 
     def _agree(self, contribution: Contribution | None, inner_step: int) -> Decision:
         """Exchange the islands' numbers; every rank of every island draws the same decision."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 
+from megatron_wsd.config import OuterConfig
 from megatron_wsd.diloco.agree import Report, combine_digests, decide, to_int64
-from megatron_wsd.diloco.merge import merge_coefficients
+from megatron_wsd.diloco.merge import age_gate, merge_coefficients
 from megatron_wsd.errors import ExchangeError, IslandError
 from megatron_wsd.optim.gate import staleness_gate
 
@@ -127,11 +129,19 @@ def test_combined_digest_depends_on_every_rank_and_their_order() -> None:
     assert 0 <= combine_digests([2**64 - 1, 5]) < 2**63
 
 
-def test_merge_divides_by_the_weights_without_the_gate() -> None:
+def test_merge_divides_by_the_weights_without_the_gates() -> None:
     # tests/cases/first_round.json, "two_ages": (0.2 gate(0) + 0.4 gate(8)) / 2
-    c = merge_coefficients([0, 8], [1.0, 1.0], alpha=0.2, tau_cut=32)
+    cgad = OuterConfig()
+    c = merge_coefficients([age_gate(cgad, 0), age_gate(cgad, 8)], [1.0, 1.0])
     assert 0.2 * c[0] + 0.4 * c[1] == pytest.approx(0.1344658914966628, abs=1e-15)
-    weighted = merge_coefficients([0, 4], [3.0, 1.0], alpha=0.2, tau_cut=32)
+    weighted = merge_coefficients([age_gate(cgad, 0), age_gate(cgad, 4)], [3.0, 1.0])
     assert weighted == pytest.approx([0.75, 0.25 * staleness_gate(4)], abs=1e-15)
-    assert merge_coefficients([5, 40], [1.0, 1.0], alpha=0.2, tau_cut=32, gated=False) == [0.5, 0.5]
-    assert sum(merge_coefficients([7] * 3, [1.0] * 3, alpha=0.2, tau_cut=32)) <= 1.0
+
+
+def test_each_outer_optimizer_has_its_own_view_of_age() -> None:
+    ages = (0, 8, 40)
+    assert [age_gate(OuterConfig(optimizer="cgad"), t) for t in ages] == [1.0, staleness_gate(8), 0.0]
+    exponential = [age_gate(OuterConfig(optimizer="adam_decay"), t) for t in ages]
+    assert exponential == pytest.approx([1.0, math.exp(-1.6), math.exp(-8.0)], rel=1e-15)
+    for name in ("adam", "sgd", "nesterov"):
+        assert [age_gate(OuterConfig(optimizer=name), t) for t in ages] == [1.0, 1.0, 1.0]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from megatron_wsd.config import load_config, parse_config
+from megatron_wsd.config import IslandJob, load_config, parse_config
 from megatron_wsd.errors import ConfigError, MegatronWSDError
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
@@ -160,3 +161,15 @@ def test_reading_a_config_imports_no_framework() -> None:
         "bad = {'torch', 'deepspeed', 'megatron', 'torchft'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code, str(TINY)], check=True, timeout=60)
+
+
+def test_every_key_is_documented() -> None:
+    page = (CONFIGS.parents[1] / "docs" / "configuration.md").read_text()
+    for name, field in IslandJob.model_fields.items():
+        block = next(
+            t
+            for t in getattr(field.annotation, "__args__", (field.annotation,))
+            if isinstance(t, type) and issubclass(t, BaseModel)
+        )
+        for key in block.model_fields:
+            assert f"`{key}`" in page or f"`{name}.{key}`" in page, f"{name}.{key}"
