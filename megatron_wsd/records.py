@@ -63,12 +63,15 @@ def of_kind(records: list[Record], kind: str) -> list[Record]:
 
 
 def phases(steps: list[Record]) -> list[tuple[str, int, int]]:
-    """The phases of the schedule that ``step`` records pass, as (name, first, last logged step)."""
+    """The phases of the schedule that ``step`` records pass, as (name, first step, last step).
+
+    The trainer logs the last step of every phase, whatever the interval.
+    """
     spans: list[tuple[str, int, int]] = []
     for record in steps:
         name, step = record["phase"], record["step"]
         if spans and spans[-1][0] == name:
             spans[-1] = (name, spans[-1][1], step)
         else:
-            spans.append((name, step, step))
+            spans.append((name, spans[-1][2] + 1 if spans else 1, step))
     return spans

@@ -299,7 +299,9 @@ class Trainer:
     # ---- what is told ----
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
-        if step % self.config.log.interval_steps and step < self.stop_at:
+        assert self.config.schedule is not None
+        ends_a_phase = self.config.schedule.phase(step) != phase
+        if step % self.config.log.interval_steps and step < self.stop_at and not ends_a_phase:
             return
         loss, tokens_per_s = self._window.close()
         tokens = self.outer.tokens + self._window.tokens * self.address.islands

@@ -102,9 +102,9 @@ def test_what_a_resume_says_again_replaces_what_was_said_before(tmp_path: Path) 
     assert [r["committed"] for r in of_kind(within, "round")] == [False, True]
 
 
-def test_phases_are_spans_of_logged_steps() -> None:
+def test_phases_join_without_gaps() -> None:
     steps = [step(5, 1.0, "warmup"), step(10, 1.0), step(15, 1.0), step(20, 1.0, "decay")]
-    assert phases(steps) == [("warmup", 5, 5), ("stable", 10, 15), ("decay", 20, 20)]
+    assert phases(steps) == [("warmup", 1, 5), ("stable", 6, 15), ("decay", 16, 20)]
 
 
 def test_the_summary_counts_every_round_once_and_every_byte(run: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_summary_says_whether_the_anchor_beats_the_unigram_model(run: Path) 
     text = out.getvalue()
     assert "loss 2.500 at step 40, below the unigram entropy 3.000" in text
     assert "loss 2.950 at step 40, NOT below the unigram entropy 2.900" in text
-    assert "warmup 5-10, stable 20-30, decay 40-40" in text
+    assert "warmup 1-10, stable 11-30, decay 31-40" in text
     assert "4 committed, 1 void" in text
     assert f"run folder: {run}" in text
 
