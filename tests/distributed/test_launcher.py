@@ -63,6 +63,7 @@ else:
     write("event", step=step, event="finish", message="done")
 if rank == 0:
     print(f"megatron-wsd: ended at step {step}", flush=True)
+os._exit(0)  # gloo's threads may abort an interpreter that ends by itself
 """
 
 

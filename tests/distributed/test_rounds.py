@@ -109,6 +109,8 @@ def killed_and_back(island: Island) -> dict[str, Any]:
                 time.sleep(0.05)
             time.sleep(2.0)
         result = island.round(r)
+        if island.number == 0 and r == 2:
+            Path(os.environ["MARK"] + ".alone").write_text("here")
         log.append([r, list(result.decision.islands), list(result.decision.contributors), result.digest])  # type: ignore[union-attr]
         if island.state.outer_step >= 8:
             break
@@ -296,6 +298,9 @@ def test_killed_island_is_survived_and_comes_back_healed(runner: Runner, tmp_pat
     assert mark.exists()
     victim.send_signal(signal.SIGKILL)
     victim.wait()
+    while not (tmp_path / "mark.alone").exists():  # else it is back before it was missed
+        assert survivor.poll() is None
+        time.sleep(0.05)
     back, out1 = runner.start("killed_and_back", 1, env={"LATE": "1"})
     stays, comes = runner.result(survivor, out0), runner.result(back, out1)
     by_round = {r: (islands, contributors, digest) for r, islands, contributors, digest in stays["log"]}

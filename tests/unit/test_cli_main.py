@@ -127,7 +127,7 @@ def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
     flags = ("--islands", "2", "--ranks", "3", "--steps", "7", "--resume", "--dry-run")
     code, text = run("launch", *flags, "--config", config, "--run-dir", tmp_path / "a run")
     assert code == 0
-    assert "torchft_lighthouse --bind 127.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000" in text
+    assert "--bind 127.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000" in text
     for island in (0, 1):
         assert f"# island {island}\nMEGATRON_WSD_ISLAND={island} \\\nMEGATRON_WSD_ISLANDS=2 \\\n" in text
     assert text.count(f"--run-dir '{tmp_path / 'a run'}' --steps 7 --resume\n") == 2
@@ -141,7 +141,7 @@ def test_the_configs_that_are_shipped_load_and_dry_run(
     flags = ("--islands", islands, "--ranks", ranks, "--run-dir", tmp_path / "run", "--dry-run")
     code, text = run("launch", "--config", ROOT / "launch" / "configs" / name, *map(str, flags))
     assert code == 0, text
-    assert text.count("launch/train.py --config") == islands
+    assert text.replace("'", "").count("launch/train.py --config") == islands  # quoted if there is a space
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, config: Path) -> None:
