@@ -17,15 +17,20 @@ _MODULE = "deepspeed.runtime.lr_schedules"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `lr_schedules` as Python would, once, and adds WSD after it has run."""
+    """Finds `lr_schedules` as Python would, and has WSD added after it has run."""
+
+    _asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
+        if name != _MODULE or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec

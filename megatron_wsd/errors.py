@@ -56,5 +56,13 @@ class IslandError(FieldError):
     """Islands that cannot work together: missing, different, or out of step."""
 
 
+class GaveUp(IslandError):
+    """Too many void rounds in a row. The state of this island is whole and can be saved."""
+
+
+class StopRequested(MegatronWSDError):
+    """Somebody asked the run to stop while it waited; nothing is wrong."""
+
+
 class ExchangeError(MegatronWSDError):
     """An exchange between islands failed; the round is void and nothing has stepped."""

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any
 
 from megatron_wsd.config import Config, load_config
-from megatron_wsd.errors import ConfigError, MegatronWSDError
+from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
 from megatron_wsd.metrics import say
+from megatron_wsd.preflight import stop_step
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = Trainer(config, args.run_dir, args.steps, resume=args.resume)
         trainer.run()
         status = 0
+    except StopRequested as e:
+        say(f"{e}; nothing to save")
+        status = 128 + signal.SIGTERM
     except MegatronWSDError as e:
         print(f"megatron-wsd: error: island {island} rank {rank}: {e}", flush=True)
         if os.environ.get("MEGATRON_WSD_DEBUG"):
             traceback.print_exc()
+        status = 2
+    except OSError as e:
+        print(
+            f"megatron-wsd: error: island {island} rank {rank}: {e.filename or 'system'}: {e.strerror or e}"
+        )
+        traceback.print_exc()
         status = 2
     except Exception:
         traceback.print_exc()
@@ -86,16 +96,7 @@ class Trainer:
         self._stop_requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        if config.model is None:
-            raise ConfigError("megatron_wsd.model", "the shape of a GPTModel", "nothing", "Add the block.")
-        if config.schedule is None:
-            raise ConfigError(
-                "scheduler.type", '"WSD"', config.deepspeed.get("scheduler"), "Use the WSD schedule."
-            )
-        ends = [n for n in (steps, config.schedule.end) if n is not None]
-        if not ends:
-            raise ConfigError("--steps", "a number of inner steps, since the schedule has no end", "nothing")
-        self.stop_at = min(ends)
+        self.stop_at = stop_step(config, steps)
         self._setup(resume)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -187,6 +188,7 @@ class Trainer:
         if step is not None:
             self.checkpoints.load_engine(self.engine, step)
         self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
+        self.outer.stop_requested = lambda: self._stop_requested
         if step is not None:
             self.checkpoints.load_rest(self.outer, self.sampler, step)
         self.metrics = self.outer.metrics
@@ -221,14 +223,24 @@ class Trainer:
         self.outer.meet()
         self._window = _Window()
         stopped = False
+        try:
+            stopped = self._train()
+        except GaveUp:
+            self._save()
+            raise
+        self._end(stopped)
+        self.outer.close()
+
+    def _train(self) -> bool:
+        """Inner steps and rounds until the end or a request to stop; whether it was the latter."""
+        stopped = False
         while self.outer.inner_step < self.stop_at and not stopped:
             self._inner_step()
             interval = self.config.checkpoint.interval_steps
             if interval and self.outer.inner_step % interval == 0 and self.outer.inner_step < self.stop_at:
                 self._save()
             stopped = not self.outer.group.all_agree(not self._stop_requested)
-        self._end(stopped)
-        self.outer.close()
+        return stopped
 
     def _inner_step(self) -> None:
         import torch
@@ -247,8 +259,8 @@ class Trainer:
         assert self.config.model is not None
         tokens_of_step = self.config.island_batch * self.config.model.seq_length
         self._window.add(torch.stack(losses).mean(), tokens_of_step)
-        self._log_step(step + 1, lr, phase)
         self._step_outer(tokens_of_step)
+        self._log_step(step + 1, lr, phase)
 
     def _loss(self, tokens: Any, labels: Any) -> Any:
         """Mean loss of a batch, in nats a token."""
@@ -273,10 +285,8 @@ class Trainer:
         validate = due and self._validation_due()
         if validate:
             self._evaluate("local")
-        if self.outer.step(tokens=tokens) is not None:
-            self._window.tokens = 0
-            if validate:
-                self._evaluate("anchor")
+        if self.outer.step(tokens=tokens) is not None and validate:
+            self._evaluate("anchor")
 
     def _validation_due(self) -> bool:
         every = self.config.log.eval_interval
@@ -285,7 +295,8 @@ class Trainer:
     def _end(self, stopped: bool) -> None:
         """A run that is over ends on an anchor; one that is only stopped keeps its local progress."""
         assert self.config.schedule is not None
-        over = self.outer.inner_step >= (self.config.schedule.end or self.stop_at) and not stopped
+        end = self.config.schedule.end
+        over = end is not None and self.outer.inner_step >= end and not stopped
         if over:
             self.outer.finish()
             self._evaluate("anchor")
@@ -304,14 +315,13 @@ class Trainer:
         if step % self.config.log.interval_steps and step < self.stop_at and not ends_a_phase:
             return
         loss, tokens_per_s = self._window.close()
-        tokens = self.outer.tokens + self._window.tokens * self.address.islands
         self.metrics.write(
             "step",
             step=step,
             loss=loss,
             lr=lr,
             phase=phase,
-            tokens=tokens,
+            tokens=self.outer.tokens,
             tokens_per_s=tokens_per_s,
             grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
         )
@@ -328,14 +338,13 @@ class Trainer:
         config = self.config
         self.engine.eval()
         for corpus in sorted(self.corpora.files):
-            total = torch.zeros(2, dtype=torch.float64, device="cpu")
+            batches = self.held_out.batches(
+                corpus, config.log.eval_batches, config.micro_batch, self.ranks, self.rank
+            )
             with torch.no_grad():
-                for tokens, labels in self.held_out.batches(
-                    corpus, config.log.eval_batches, config.micro_batch, self.ranks, self.rank
-                ):
-                    total += torch.tensor([float(self._loss(tokens, labels)), 1.0], dtype=torch.float64)
-            micros = self.outer.group.gather([int(total[0] * 2**40), int(total[1])])
-            loss = sum(row[0] for row in micros) / 2**40 / sum(row[1] for row in micros)
+                losses = [float(self._loss(tokens, labels)) for tokens, labels in batches]
+            # Every rank has equally many batches; NaN and Inf go through as they are.
+            loss = self.outer.group.mean(sum(losses) / len(losses))
             self.metrics.write(
                 "eval",
                 step=self.outer.inner_step,
@@ -355,18 +364,16 @@ class Trainer:
 
 
 class _Window:
-    """Loss and speed since the last line; tokens since the last round."""
+    """Loss and speed since the last line."""
 
     def __init__(self) -> None:
         self._losses: list[Any] = []
         self._tokens = 0
-        self.tokens = 0
         self._since = time.perf_counter()
 
     def add(self, loss: Any, tokens: int) -> None:
         self._losses.append(loss)
         self._tokens += tokens
-        self.tokens += tokens
 
     def close(self) -> tuple[float, float]:
         """Mean loss over steps and ranks, and the island's tokens a second."""

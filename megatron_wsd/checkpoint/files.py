@@ -17,10 +17,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def flush_file(path: Path) -> None:
+    """Have the content of a file on disk."""
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+
+
 def replace_file(part: Path, target: Path) -> None:
     """Flush ``part`` to disk and give it the name ``target``."""
-    with open(part, "rb+") as f:
-        os.fsync(f.fileno())
+    flush_file(part)
     os.replace(part, target)
     fsync_folder(target.parent)
 

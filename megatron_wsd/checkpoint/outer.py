@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wsd import __version__
 from megatron_wsd.checkpoint.files import replace_file, write_json
 from megatron_wsd.config import Config
+from megatron_wsd.diloco.agree import to_int64
 from megatron_wsd.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None
     Raises:
         CheckpointError: on every rank; with the cause on the rank that failed.
     """
+    from safetensors import SafetensorError
+
     cause: Exception | None = None
     try:
         action()
-    except (OSError, CheckpointError) as e:
+    except (OSError, CheckpointError, SafetensorError) as e:
         cause = e
     if group.all_agree(cause is None):
         return
@@ -74,35 +77,32 @@ def save_outer(
     """
     from safetensors.torch import save_file
 
-    digests = [row[0] for row in group.gather([_int64(state.digest())])]
-    target = folder / _rank_file(group.rank)
-
-    def clear() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if group.rank == 0:
-            (folder / MANIFEST).unlink(missing_ok=True)
+    digests = [row[0] for row in group.gather([to_int64(state.digest())])]
+    target, manifest = folder / _rank_file(group.rank), folder / MANIFEST
+    part = target.with_suffix(".part")
 
     def write() -> None:
-        part = target.with_suffix(".part")
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(state.tensors(), str(part), metadata={"segments": json.dumps(_segments(state))})
-        replace_file(part, target)
+
+    def clear() -> None:  # from here on what was there before is gone
+        if group.rank == 0:
+            manifest.unlink(missing_ok=True)
 
     def finish() -> None:
         if group.rank == 0:
-            write_json(
-                folder / MANIFEST,
-                {
-                    "format": FORMAT,
-                    "version": __version__,
-                    "ranks": group.size,
-                    "outer": _kind(config),
-                    "counters": state.counters(),
-                    "extra": extra,
-                    "digests": [f"{d & ((1 << 64) - 1):016x}" for d in digests],
-                },
-            )
+            content = {
+                "format": FORMAT,
+                "version": __version__,
+                "ranks": group.size,
+                "outer": _kind(config),
+                "counters": state.counters(),
+                "extra": extra,
+                "digests": [f"{d & ((1 << 64) - 1):016x}" for d in digests],
+            }
+            write_json(manifest, content)
 
-    for action in (clear, write, finish):
+    for action in (write, clear, lambda: replace_file(part, target), finish):
         agreed(group, folder, action)
 
 
@@ -136,15 +136,9 @@ def load_outer(folder: Path, state: OuterState, config: Config, group: IslandGro
             _same(
                 folder, "number of parameters", len(saved), len(_segments(state)), "It is of another model."
             )
-            for name, tensor in state.tensors().items():
-                stored = file.get_tensor(name)
-                if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                    raise CheckpointError(
-                        f"{path}: {name}",
-                        f"{tuple(tensor.shape)} {tensor.dtype}",
-                        f"{tuple(stored.shape)} {stored.dtype}",
-                    )
-                tensor.copy_(stored)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        state.anchor.copy_(tensors.pop("anchor"))
+        state.optimizer.load_state(tensors, manifest["counters"]["t"])
         state.take_counters(manifest["counters"])
         digest = f"{state.digest() & ((1 << 64) - 1):016x}"
         _same(
@@ -173,7 +167,3 @@ def _same(where: Path, what: str, saved: object, now: object, remedy: str) -> No
         raise CheckpointError(
             f"{where}: {what}", f"{now}, as this run has", f"{saved} in the checkpoint", remedy
         )
-
-
-def _int64(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from megatron_wsd import __version__
 from megatron_wsd.checkpoint.files import replace_file
 from megatron_wsd.checkpoint.outer import agreed
-from megatron_wsd.checkpoint.store import CheckpointStore, newest_common
+from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
 from megatron_wsd.config import Config
 from megatron_wsd.errors import CheckpointError
 
@@ -44,7 +45,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: the checkpoint is of another config.
         """
-        step = newest_common(run_dir, address.island, address.islands)
+        step = resume_step(run_dir, address.island, address.islands)
         if step is None:
             log.warning("--resume: no complete checkpoint in %s, starting fresh", self.store.root)
             return None
@@ -68,7 +69,9 @@ class RunCheckpoints:
         first = group.rank == 0
         try:
             agreed(group, self.store.root, lambda: self.store.begin(step, _bytes(outer)) if first else None)
-            agreed(group, staging, lambda: _save_engine(engine, staging))
+            # Has barriers of its own, so a rank that fails in it cannot ask the others: it ends, and the
+            # deepspeed launcher ends them.
+            _save_engine(engine, staging)
             outer.save(staging / "outer")
             agreed(group, staging, lambda: _save_random(staging, group.rank))
             content = {
@@ -96,7 +99,7 @@ class RunCheckpoints:
         folder = self.store.folder(step)
         try:
             path, _ = engine.load_checkpoint(str(folder / "engine"), tag=_ENGINE_TAG)
-        except (RuntimeError, KeyError, ValueError, AssertionError) as e:
+        except (RuntimeError, KeyError, ValueError, AssertionError, EOFError, UnpicklingError) as e:
             raise CheckpointError(
                 str(folder),
                 "a checkpoint of this model and number of ranks",
@@ -130,8 +133,13 @@ def _bytes(outer: OuterLoop) -> int:
 def _save_engine(engine: Any, staging: Path) -> None:
     try:
         engine.save_checkpoint(str(staging / "engine"), tag=_ENGINE_TAG)
-    except RuntimeError as e:  # torch's zip writer raises this when the disk is full
-        raise OSError(str(e).splitlines()[0]) from e
+    except (OSError, RuntimeError) as e:  # torch's zip writer raises RuntimeError when the disk is full
+        raise CheckpointError(
+            str(staging),
+            "to write the engine's state",
+            str(e).splitlines()[0],
+            "Free space, then go on with --resume; complete checkpoints are untouched.",
+        ) from e
 
 
 def _random_file(folder: Path, rank: int) -> Path:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_wsd.checkpoint.files import fsync_folder, write_json
+from megatron_wsd.checkpoint.files import flush_file, fsync_folder, write_json
 from megatron_wsd.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class CheckpointStore:
             CheckpointError: the file system cannot take ``expected_bytes``.
         """
         staging = self.staging(step)
-        shutil.rmtree(staging, ignore_errors=True)
+        for left in (*self.root.glob("step_*.part"), *self.root.glob("step_*.old")):
+            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
         staging.mkdir(parents=True)
         free = shutil.disk_usage(staging).free
         if free < expected_bytes:
@@ -70,9 +71,10 @@ class CheckpointStore:
             content: what else the manifest shall say; json-able.
         """
         staging, final = self.staging(step), self.folder(step)
-        files = {
-            str(p.relative_to(staging)): p.stat().st_size for p in sorted(staging.rglob("*")) if p.is_file()
-        }
+        files = {}
+        for path in sorted(p for p in staging.rglob("*") if p.is_file()):
+            flush_file(path)
+            files[str(path.relative_to(staging))] = path.stat().st_size
         write_json(staging / MANIFEST, {**content, "step": step, "files": files})
         old = self.root / f"step_{step:08d}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -111,15 +113,32 @@ class CheckpointStore:
         return sorted(found)
 
 
-def newest_common(run_dir: Path, island: int, islands: int) -> int | None:
-    """The step that an island resumes from: the newest that all islands have, else its own newest.
+def resume_step(run_dir: Path, island: int, islands: int) -> int | None:
+    """The step that an island resumes from; None if it has no complete checkpoint.
 
-    Folders of other islands that are not on this file system do not count.
+    Its own newest, if the newest of all islands come after the same round: islands that were stopped
+    between two rounds may be some steps apart, and each goes on where it stood. Else the newest step that
+    all islands have; else its own newest, and whoever is behind is healed. Folders of other islands that
+    are not on this file system do not count.
     """
-    own = CheckpointStore(run_dir / f"island_{island}" / "checkpoints", 2).steps()
-    common = set(own)
+    own = CheckpointStore(run_dir / f"island_{island}" / "checkpoints", 2)
+    steps = own.steps()
+    if not steps:
+        return None
+    common, rounds = set(steps), {_round_of(own, steps[-1])}
     for other in range(islands):
         root = run_dir / f"island_{other}" / "checkpoints"
         if other != island and root.is_dir():
-            common &= set(CheckpointStore(root, 2).steps())
-    return max(common) if common else max(own, default=None)
+            store = CheckpointStore(root, 2)
+            theirs = store.steps()
+            common &= set(theirs)
+            rounds.add(_round_of(store, theirs[-1]) if theirs else None)
+    if len(rounds) == 1 or not common:
+        return steps[-1]
+    return max(common)
+
+
+def _round_of(store: CheckpointStore, step: int) -> int | None:
+    """The outer step of a complete checkpoint; None if it vanished meanwhile."""
+    manifest = store.manifest(step)
+    return None if manifest is None else manifest.get("outer_step")

@@ -21,6 +21,7 @@ from megatron_wsd.cli.machine import address_for, lighthouse_host_port
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
 from megatron_wsd.config import load_config
 from megatron_wsd.errors import IslandError, MegatronWSDError
+from megatron_wsd.preflight import check_trainable
 from megatron_wsd.rundir import RunDir, held, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -60,6 +61,8 @@ def island(
         typer.echo("\n".join(dry_lines(plan, port)))
         return
     plan.check_machine()
+    if script is None:
+        check_trainable(loaded, steps)
     command = plan.command(port)
     _await_lighthouse(lighthouse)
     run = open_island(run_dir, loaded, island=island, resume=resume)

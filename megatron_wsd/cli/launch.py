@@ -18,6 +18,7 @@ from megatron_wsd.cli.logs import excerpt
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
 from megatron_wsd.config import Config, load_config
+from megatron_wsd.preflight import check_trainable
 from megatron_wsd.rundir import RunDir, held, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
@@ -57,6 +58,8 @@ def launch(
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
         return
     plans[0].check_machine()
+    if script is None:
+        check_trainable(loaded, steps)
     stop = StopRequest()
     run = open_run(run_dir, loaded, resume=resume)
     with held(run.path / "launch.lock", "launch"):

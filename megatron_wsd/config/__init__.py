@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_wsd.config import checks
+from megatron_wsd.config import checks, keys
 from megatron_wsd.config.block import (
     BLOCK,
     CheckpointConfig,
@@ -53,14 +53,12 @@ class Config:
         block: the validated ``"megatron_wsd"`` block; its parts are also attributes of this object.
         deepspeed: the rest of the json, as DeepSpeed gets it (with the batch sizes filled in).
         schedule: the WSD schedule of the json, None if another scheduler is named.
-        path: where the json came from, for messages.
     """
 
-    def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None, path: str):
+    def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None) -> None:
         self.block = block
         self.deepspeed = deepspeed
         self.schedule = schedule
-        self.path = path
         self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
         self.data, self.model = block.data, block.model
         self.checkpoint, self.log = block.checkpoint, block.log
@@ -80,7 +78,10 @@ class Config:
             del block[part]
         block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith("_timeout_s")}
         block["sync"] = {k: v for k, v in block["sync"].items() if k not in ("timeout_s", "max_voids")}
+        # Where files lie may differ between clusters; what is in them is compared by the islands.
         del block["data"]["cache_dir"]
+        block["data"]["corpora"] = sorted(block["data"]["corpora"])
+        block["data"]["tokenizer"] = block["data"]["tokenizer"].split(":")[0]
         ours = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
         keep = {k: v for k, v in whole.items() if k not in ours}
         return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()[:32]
@@ -134,11 +135,11 @@ def parse_config(
     if not isinstance(raw, dict):
         raise ConfigError(path, "a json object", type(raw).__name__)
     deepspeed = {k: v for k, v in raw.items() if k != BLOCK}
-    checks.refuse_misplaced(deepspeed)
+    keys.refuse_misplaced(deepspeed)
     try:
         block = IslandJob.model_validate(raw.get(BLOCK, {}))
     except ValidationError as e:
-        raise checks.config_error(e, raw.get(BLOCK, {})) from None
+        raise keys.config_error(e) from None
     block = checks.resolve_islands(block, islands, ranks)
     checks.check_outer(block)
     checks.check_model(block)
@@ -146,4 +147,4 @@ def parse_config(
     assert block.islands.ranks is not None
     checks.resolve_batch(deepspeed, block.islands.ranks)
     checks.refuse_with_islands(deepspeed)
-    return Config(block, deepspeed, checks.build_schedule(deepspeed), path)
+    return Config(block, deepspeed, checks.build_schedule(deepspeed))

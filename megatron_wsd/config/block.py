@@ -32,7 +32,7 @@ class OuterConfig(_Block):
     optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov"] = "cgad"
     lr: float = Field(2e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=1e-20)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="nesterov only")
     alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
@@ -65,7 +65,7 @@ class DataConfig(_Block):
     )
     tokenizer: str = "byte"
     valid_fraction: float = Field(0.02, gt=0, lt=0.5)
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**63)
     cache_dir: str | None = Field(None, description="where built-in and text corpora are prepared")
 
 
@@ -84,7 +84,7 @@ class ModelConfig(_Block):
     layernorm_epsilon: float = Field(1e-5, gt=0)
     tie_embeddings: bool = False
     recompute: bool = Field(False, description="recompute activations layer by layer")
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(1234, ge=0, lt=2**63)
 
 
 class CheckpointConfig(_Block):
@@ -95,7 +95,7 @@ class CheckpointConfig(_Block):
 class LogConfig(_Block):
     interval_steps: int = Field(10, ge=1)
     eval_interval: int = Field(5, ge=0, description="outer rounds between validations; 0: only at the end")
-    eval_batches: int = Field(8, ge=1, description="global micro-batches of each validation")
+    eval_batches: int = Field(8, ge=1, description="micro-batches of each rank and validation")
 
 
 class IslandJob(_Block):

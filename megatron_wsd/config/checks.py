@@ -6,75 +6,9 @@ import difflib
 import math
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from megatron_wsd.config.block import BLOCK, IslandJob
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.schedule import Schedule, schedule_from_params
-
-
-def config_error(e: ValidationError, raw: Any) -> ConfigError:
-    """The first thing pydantic found wrong, in the words of this package."""
-    first = e.errors()[0]
-    where = ".".join(str(part) for part in (BLOCK, *first["loc"]))
-    got = first.get("input")
-    if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        model: type[BaseModel] = IslandJob
-        for part in first["loc"][:-1]:
-            field = model.model_fields.get(str(part))
-            kinds = list(getattr(field.annotation, "__args__", (field.annotation,))) if field else []
-            model = next((t for t in kinds if isinstance(t, type) and issubclass(t, BaseModel)), model)
-        names = list(model.model_fields)
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-        elsewhere = [
-            f"{BLOCK}.{name}.{key}"
-            for name, f in IslandJob.model_fields.items()
-            for t in getattr(f.annotation, "__args__", (f.annotation,))
-            if isinstance(t, type) and issubclass(t, BaseModel) and key in t.model_fields
-        ]
-        remedy = (
-            f"Did you mean {elsewhere[0]}?"
-            if elsewhere and not (near and near[0] == key)
-            else f"Did you mean {near[0]!r}?"
-            if near
-            else f"Remove it; known here are: {', '.join(names)}."
-        )
-        return ConfigError(where, "a known key", f"the unknown key {key!r}", remedy)
-    if first["type"] == "missing":
-        return ConfigError(where, "a value", "nothing", "Add this key.")
-    message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(where, message[0].lower() + message[1:], got)
-
-
-def refuse_misplaced(deepspeed: dict[str, Any]) -> None:
-    """A key of ours at the top level would be ignored by DeepSpeed without a word."""
-    for key in deepspeed:
-        if key in IslandJob.model_fields and key != "checkpoint":
-            raise ConfigError(key, "no such key at the top level", "it there", f"Move it to {BLOCK}.{key}.")
-    known = [
-        "activation_checkpointing",
-        "bf16",
-        "csv_monitor",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "optimizer",
-        "scheduler",
-        "steps_per_print",
-        "tensorboard",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "wall_clock_breakdown",
-        "wandb",
-        "zero_allow_untested_optimizer",
-        "zero_optimization",
-        BLOCK,
-    ]
-    for key in deepspeed:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if near and near[0] != key:
-            raise ConfigError(key, "a DeepSpeed key", f"{key!r}", f"Did you mean {near[0]!r}?")
 
 
 def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
@@ -116,6 +50,8 @@ def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) ->
 
 
 def check_outer(block: IslandJob) -> None:
+    if block.outer.optimizer == "nesterov" and not block.outer.momentum:
+        raise ConfigError(f"{BLOCK}.outer.momentum", "more than 0 for nesterov", 0.0, 'Or use "sgd".')
     for i, beta in enumerate(block.outer.betas):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"{BLOCK}.outer.betas.{i}", "a number in [0, 1)", beta)

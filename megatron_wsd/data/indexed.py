@@ -17,6 +17,7 @@ from megatron_wsd.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_REBUILD = "The pair is torn or mixed up: copy both files again, or write them anew with prepare-data."
 _CHUNK = 2**22  # elements looked at at a time: 32 MiB as int64
 
 
@@ -42,6 +43,62 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def check_pair(spec: str | Path) -> Path:
+    """The prefix that ``spec`` names, after a quick look at both files; reads a few bytes, no torch.
+
+    Args:
+        spec: path without ".bin" or ".idx"; either ending is tolerated.
+
+    Raises:
+        DataError: a file that is missing, empty, no Megatron index, cut short, or belonging to another
+            partner; names the file, the sizes and the remedy.
+    """
+    text = str(Path(spec).expanduser())
+    prefix = Path(text[: -len(".bin")] if text.endswith((".bin", ".idx")) else text)
+    idx, data = idx_path(prefix), bin_path(prefix)
+    for path in (idx, data):
+        if not path.is_file():
+            raise DataError(str(path), "a file", "nothing there", _missing_remedy(prefix))
+        if path.stat().st_size == 0:
+            raise DataError(str(path), "a file with something in it", "0 bytes", _REBUILD)
+    idx_bytes = idx.stat().st_size
+    with idx.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
+        got = f"{idx_bytes} bytes that begin with {head[: len(_MAGIC)]!r}"
+        raise DataError(str(idx), f"a Megatron index, which begins with {_MAGIC!r}", got, _REBUILD)
+    _, version, code, sequences, boundaries = _HEADER.unpack(head)
+    if version != 1 or code not in _TOKEN_DTYPES:
+        raise DataError(
+            str(idx),
+            f"version 1 with token ids of a code in {sorted(_TOKEN_DTYPES)}",
+            f"version {version} with code {code}",
+            "Convert it with Megatron's own tools first.",
+        )
+    expected = _HEADER.size + (4 + 8) * sequences + 8 * boundaries
+    # A multimodal index has one more byte a sequence; its tokens read the same.
+    if sequences == 0 or idx_bytes not in (expected, expected + sequences):
+        raise DataError(
+            str(idx), f"{expected} bytes for its {sequences} sequences", f"{idx_bytes} bytes", _REBUILD
+        )
+    with idx.open("rb") as file:
+        file.seek(_HEADER.size + 4 * (sequences - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_HEADER.size + 4 * sequences + 8 * (sequences - 1))
+        (offset,) = struct.unpack("<q", file.read(8))
+    end = offset + length * np.dtype(_TOKEN_DTYPES[code]).itemsize
+    if end != data.stat().st_size:
+        expected_end = f"{end} bytes, as {idx.name} says"
+        raise DataError(str(data), expected_end, f"{data.stat().st_size} bytes", _REBUILD)
+    return prefix
+
+
+def _missing_remedy(prefix: Path) -> str:
+    if prefix.exists():
+        return f"{prefix} itself is there: to read it as text, write text:{prefix}."
+    return "Write it with megatron-wsd prepare-data, or correct the path (without .bin or .idx)."
+
+
 class TokenFile:
     """An existing PREFIX.bin and PREFIX.idx, memory-mapped and never written.
 
@@ -57,9 +114,7 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        text = str(Path(prefix).expanduser())
-        self.prefix = Path(text[: -len(".bin")] if text.endswith((".bin", ".idx")) else text)
-        self._check_header()
+        self.prefix = check_pair(prefix)
         self._dataset = megatron_indexed_dataset().IndexedDataset(str(self.prefix), mmap=True)
         self._dtype: type[np.integer] = self._dataset.index.dtype
         self._itemsize = np.dtype(self._dtype).itemsize
@@ -112,34 +167,6 @@ class TokenFile:
             )
         return self._dataset.bin_reader.read(dtype=self._dtype, count=length, offset=start * self._itemsize)
 
-    def _check_header(self) -> None:
-        idx, data = idx_path(self.prefix), bin_path(self.prefix)
-        for path in (idx, data):
-            if not path.is_file():
-                raise DataError(str(path), "a file", "nothing there", self._missing_remedy())
-            if path.stat().st_size == 0:
-                raise DataError(str(path), "a file with something in it", "0 bytes", _REBUILD)
-        idx_bytes = idx.stat().st_size
-        with idx.open("rb") as file:
-            head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
-            got = f"{idx_bytes} bytes that begin with {head[: len(_MAGIC)]!r}"
-            raise DataError(str(idx), f"a Megatron index, which begins with {_MAGIC!r}", got, _REBUILD)
-        _, version, code, sequences, boundaries = _HEADER.unpack(head)
-        if version != 1 or code not in _TOKEN_DTYPES:
-            raise DataError(
-                str(idx),
-                f"version 1 with token ids of a code in {sorted(_TOKEN_DTYPES)}",
-                f"version {version} with code {code}",
-                "Convert it with Megatron's own tools first.",
-            )
-        expected = _HEADER.size + (4 + 8) * sequences + 8 * boundaries
-        # A multimodal index has one more byte a sequence; its tokens read the same.
-        if sequences == 0 or idx_bytes not in (expected, expected + sequences):
-            raise DataError(
-                str(idx), f"{expected} bytes for its {sequences} sequences", f"{idx_bytes} bytes", _REBUILD
-            )
-
     def _check_offsets(self) -> None:
         # Every length and offset is looked at (about 1 ns each): a stream with a hole would train on junk.
         index, end = self._dataset.index, 0
@@ -164,11 +191,3 @@ class TokenFile:
                 f"{bin_bytes} bytes",
                 _REBUILD,
             )
-
-    def _missing_remedy(self) -> str:
-        if self.prefix.exists():
-            return f"{self.prefix} itself is there: to read it as text, write text:{self.prefix}."
-        return "Write it with megatron-wsd prepare-data, or correct the path (without .bin or .idx)."
-
-
-_REBUILD = "The pair is torn or mixed up: copy both files again, or write them anew with prepare-data."

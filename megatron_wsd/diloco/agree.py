@@ -117,7 +117,7 @@ def to_int64(value: int) -> int:
     return low - (1 << 64) if low >> 63 else low
 
 
-def decide(quorum: Sequence[Report]) -> Decision:
+def decide(quorum: Sequence[Report], settled: bool = False) -> Decision:
     """The decision that every rank draws from the reports of a quorum.
 
     The island with most commits leads. At equal commits but different contents the majority leads, and
@@ -126,29 +126,21 @@ def decide(quorum: Sequence[Report]) -> Decision:
 
     Args:
         quorum: one report an island, in the order of the quorum.
+        settled: whether the caller has met the others since it was started. A newcomer that does not fit
+            ends with an error; those under way only lose the round to it.
 
     Raises:
-        IslandError: the islands run different configs, versions of this package or numbers of ranks, two
-            of them claim the same number, or they start from different weights.
-        ExchangeError: nobody in the quorum could heal the others.
+        IslandError: the islands run different configs, corpora, versions of this package or numbers of
+            ranks, two of them claim the same number, or they start from different weights.
+        ExchangeError: as above but with a newcomer, or nobody in the quorum could heal the others.
     """
     order = sorted(range(len(quorum)), key=lambda place: quorum[place].island)
     reports = tuple(quorum[place] for place in order)
-    first = reports[0]
-    for other in reports[1:]:
-        pair = f"island {first.island} and island {other.island}"
-        if other.island == first.island or len({r.island for r in reports}) != len(reports):
-            raise IslandError("--island", "a number of its own for every island", [r.island for r in reports])
-        for name, what, remedy in (
-            ("protocol", "the same version of megatron_wsd", "Install the same version on both."),
-            ("ranks", "equally many ranks", "Rank r of one island meets rank r of the other."),
-            ("config", "the same config", "Compare config.json of both run folders."),
-            ("data", "the same corpora", "Copy the prepared .bin and .idx files from one to the other."),
-        ):
-            mine, theirs = getattr(first, name), getattr(other, name)
-            if mine != theirs:
-                shown = f"{mine:x} and {theirs:x}" if name in ("config", "data") else f"{mine} and {theirs}"
-                raise IslandError(pair, f"{what} on all islands", shown, remedy)
+    problem = _misfit(reports)
+    if problem is not None:
+        if settled:
+            raise ExchangeError(f"an island that has just been started does not fit: {problem}")
+        raise problem
     lead_step = max(r.outer_step for r in reports)
     if lead_step < 0:
         raise ExchangeError("every island in the quorum waits to be healed; none holds a whole outer state")
@@ -156,14 +148,6 @@ def decide(quorum: Sequence[Report]) -> Decision:
     sides: dict[int, list[Report]] = {}
     for r in ahead:
         sides.setdefault(r.digest, []).append(r)
-    if len(sides) > 1 and lead_step == 0:
-        a, b = (side[0] for side in list(sides.values())[:2])
-        raise IslandError(
-            f"island {a.island} and island {b.island}",
-            "the same initial weights",
-            f"digests {a.digest:x} and {b.digest:x}",
-            "Set the same megatron_wsd.model.seed, or seed torch alike before the model is built.",
-        )
     leaders = max(sides.values(), key=lambda side: (len(side), -side[0].island))
     healed = tuple(r.island for r in reports if r not in leaders)
     offers = [r for r in leaders if r.contributes]
@@ -179,3 +163,36 @@ def decide(quorum: Sequence[Report]) -> Decision:
         staleness=tuple(lead_step - r.base for r in contributors),
         inner_step=max(r.inner_step for r in leaders),
     )
+
+
+_MUST_AGREE = (
+    ("protocol", "the same version of megatron_wsd", "Install the same version on both."),
+    ("ranks", "equally many ranks", "Rank r of one island meets rank r of the other."),
+    ("config", "the same config", "Compare config.json of both run folders."),
+    ("data", "the same corpora", "Copy the prepared .bin and .idx files from one to the other."),
+)
+
+
+def _misfit(reports: Sequence[Report]) -> IslandError | None:
+    """Why these islands cannot work together; None if they can. Compared with one under way if any is."""
+    first = max(reports, key=lambda r: (r.settled, -r.island))
+    for other in reports:
+        if other is first:
+            continue
+        pair = " and ".join(f"island {i}" for i in sorted((first.island, other.island)))
+        if other.island == first.island:
+            numbers = [r.island for r in reports]
+            return IslandError("--island", "a number of its own for every island", numbers)
+        for name, what, remedy in _MUST_AGREE:
+            values = [getattr(r, name) for r in sorted((first, other), key=lambda r: r.island)]
+            if values[0] != values[1]:
+                shown = " and ".join(f"{v:x}" if name in ("config", "data") else str(v) for v in values)
+                return IslandError(pair, f"{what} on all islands", shown, remedy)
+        if first.outer_step == other.outer_step == 0 and first.digest != other.digest:
+            return IslandError(
+                pair,
+                "the same initial weights",
+                f"digests {first.digest:x} and {other.digest:x}",
+                "Set the same megatron_wsd.model.seed, or seed torch alike before the model is built.",
+            )
+    return None

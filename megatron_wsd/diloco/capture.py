@@ -17,7 +17,7 @@ class Contribution:
 
     Attributes:
         pseudo_gradient: base minus local, fp32 [layout.total], zero in the padding.
-        finite: whether this rank's part holds no NaN and no Inf.
+        finite: whether this rank's part holds no NaN, no Inf and nothing beyond 2^63.
         base: outer step of the version that the island trained from.
         steps: inner steps since then.
         tokens: tokens of the island since then.
@@ -53,4 +53,4 @@ def capture(
     """
     shards.read(layout.views(out))
     torch.sub(base, out, out=out)
-    return Contribution(out, native.all_finite(out), version, steps, tokens)
+    return Contribution(out, native.gradient_ok(out, layout.table), version, steps, tokens)

@@ -94,6 +94,12 @@ class IslandGroup:
         dist.all_gather(everyone, mine, group=self._group)
         return [t.tolist() for t in everyone]
 
+    def mean(self, value: float) -> float:
+        """The mean of a float64 over the ranks. All ranks must call it."""
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return float(total.item()) / self.size
+
     def broadcast(self, values: list[int]) -> list[int]:
         """Rank 0's int64 ``values`` on every rank. All ranks must call it."""
         tensor = torch.tensor(values, dtype=torch.int64)

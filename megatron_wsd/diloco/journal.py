@@ -26,10 +26,7 @@ class Journal:
         if result.decision is None:
             return
         self._note_members(result.decision, inner_step)
-        if result.healed:
-            source, step = result.decision.source, result.decision.outer_step
-            text = f"step {inner_step}: healed by island {source} to round {step}"
-            self._metrics.event("heal", inner_step, text)
+        self._note_heal(result, inner_step)
         for island in result.decision.dropped:
             text = (
                 f"step {inner_step}: the pseudo-gradient of island {island} holds NaN or Inf; it was dropped"
@@ -39,7 +36,8 @@ class Journal:
             self._note_commit(result, result.decision, inner_step)
 
     def note_void(self, result: RoundResult, inner_step: int, outer_step: int) -> None:
-        """Record a round that changed nothing."""
+        """Record a round that was not committed."""
+        self._note_heal(result, inner_step)
         self._metrics.write(
             "round",
             step=inner_step,
@@ -55,6 +53,11 @@ class Journal:
             digest=f"{result.digest:016x}",
             reason=result.reason,
         )
+
+    def _note_heal(self, result: RoundResult, step: int) -> None:
+        if result.healed and result.decision is not None:
+            source, rounds = result.decision.source, result.decision.outer_step
+            self._metrics.event("heal", step, f"step {step}: healed by island {source} to round {rounds}")
 
     def _note_members(self, decision: Decision, step: int) -> None:
         here = decision.islands

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
 from megatron_wsd.config import BLOCK, Config, parse_config
+from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.diloco.capture import Contribution, capture
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
-from megatron_wsd.errors import ConfigError, IslandError
-from megatron_wsd.metrics import Metrics
+from megatron_wsd.errors import CheckpointError, ConfigError, GaveUp, IslandError, StopRequested
+from megatron_wsd.metrics import Metrics, say
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, make_outer
 from megatron_wsd.shards.zero3 import Zero3Shards
@@ -28,9 +30,8 @@ log = logging.getLogger(__name__)
 def attach(engine: Any, config: Config | None = None, *, data_digest: int = 0) -> OuterLoop:
     """Put the outer loop beside a DeepSpeed engine.
 
-    Must be called by all ranks of the island, after `deepspeed.initialize` and after a checkpoint of the
-    engine was loaded, on the main thread. Waits for the other islands at the first `OuterLoop.step`, or
-    when `OuterLoop.meet` is called.
+    Must be called by all ranks of the island, after `deepspeed.initialize`, on the main thread. Waits for
+    the other islands at the first `OuterLoop.step`, or when `OuterLoop.meet` is called.
 
     Args:
         engine: what `deepspeed.initialize` returned, ZeRO stage 3.
@@ -59,20 +60,14 @@ class OuterLoop:
     Attributes:
         inner_step: inner steps of the run; moves ahead at once when this island was left behind.
         last_round: the newest `RoundResult`; None before the first.
+        stop_requested: asked while the loop waits for other islands; once it says True on one rank, the
+            loop stops waiting. Set it to let a signal end the run.
         metrics: ``metrics.jsonl`` of this island in the run folder; silent on all ranks but the first.
     """
 
     def __init__(self, engine: Any, config: Config, address: IslandAddress, data_digest: int = 0) -> None:
         self._data_digest = data_digest
         self._engine, self._config, self._address = engine, config, address
-        # One agreement may have to wait while another rank sits out a quorum and an exchange.
-        patience = (
-            config.islands.join_timeout_s
-            + config.islands.heartbeat_timeout_s
-            + 4 * config.sync.timeout_s
-            + 60
-        )
-        self._group = IslandGroup(patience)
         self._shards = Zero3Shards(engine)
         layout = FlatLayout(
             [
@@ -86,6 +81,10 @@ class OuterLoop:
                 for s in self._shards.shards
             ]
         )
+        # One agreement may have to wait while another rank sits out a quorum and a whole exchange.
+        messages = address.islands * -(-4 * layout.total // config.sync.bucket_bytes) + 4
+        patience = config.islands.join_timeout_s + config.islands.heartbeat_timeout_s
+        self._group = IslandGroup(patience + messages * config.sync.timeout_s + 60)
         anchor = torch.zeros(layout.total, dtype=torch.float32)
         self._shards.read(layout.views(anchor))
         outer = config.outer
@@ -112,6 +111,7 @@ class OuterLoop:
         self._engine_step = int(engine.global_steps)
         self.inner_step = int(engine.global_steps)
         self.last_round: RoundResult | None = None
+        self.stop_requested: Callable[[], bool] = lambda: False
 
     @property
     def config(self) -> Config:
@@ -135,8 +135,9 @@ class OuterLoop:
 
     @property
     def tokens(self) -> int:
-        """Tokens committed over all islands."""
-        return self._state.tokens
+        """Tokens over all islands: those committed, and this island's since then times the live islands."""
+        live = self.last_round.decision if self.last_round else None
+        return self._state.tokens + self._tokens_since_base * (len(live.reports) if live else 1)
 
     @property
     def state(self) -> OuterState:
@@ -158,27 +159,32 @@ class OuterLoop:
         islands; a resumed one goes on without the missing after ``start_timeout_s`` if enough are there.
 
         Raises:
-            IslandError: islands are missing, or differ in config or initial weights.
+            IslandError: islands are missing, or differ in config, corpora or initial weights.
+            StopRequested: `stop_requested` said so.
         """
         half = self._joined()
         count, islands = self._address.islands, self._config.islands
         started, told = time.monotonic(), 0.0
         while True:
             result = half.run_round(None, self.inner_step)
-            waited = time.monotonic() - started
-            here = result.decision.islands if result.decision else ()
             if result.committed or result.healed:
                 self._adopt(result)
                 self._journal.note(result, self.inner_step)
+            here = result.decision.islands if result.decision else (self._address.island,)
             under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
-            late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
             if not result.void and (len(here) == count or result.committed or under_way):
                 break
+            if not self._group.all_agree(not self.stop_requested()):
+                raise StopRequested("stopped while waiting for the other islands")
+            if result.void and result.seconds > islands.join_timeout_s:
+                started = time.monotonic()  # others are alive and have not come to their round yet
+            waited = time.monotonic() - started
+            late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
+            missing = sorted(set(range(count)) - set(here))
             if late and not result.void and self.outer_step > 0 and len(here) >= (islands.min_islands or 1):
                 log.warning("going on with islands %s of %d", list(here), count)
                 break
             if late:
-                missing = sorted(set(range(count)) - set(here))
                 raise IslandError(
                     "megatron_wsd.islands.start_timeout_s",
                     f"all {count} islands within {islands.start_timeout_s:g} s",
@@ -187,10 +193,12 @@ class OuterLoop:
                 )
             if waited - told > 10 and self._group.rank == 0:
                 told = waited
-                log.info("waiting for islands %s", sorted(set(range(count)) - set(here)))
+                say(f"waiting for islands {missing}")
             time.sleep(0.5)
         half.settled = True
         self.last_round = result
+        if self._steps_since_base >= self._config.sync.inner_steps:
+            self._round()  # it was stopped while it waited for this one
         return result
 
     def round_due(self) -> bool:
@@ -216,6 +224,7 @@ class OuterLoop:
             self.meet()
         if int(self._engine.global_steps) == self._engine_step:
             return None
+        self._follow_skipped_update()
         self._engine_step = int(self._engine.global_steps)
         self.inner_step += 1
         self._steps_since_base += 1
@@ -223,6 +232,16 @@ class OuterLoop:
         if self._steps_since_base < self._config.sync.inner_steps:
             return None
         return self._round()
+
+    def _follow_skipped_update(self) -> None:
+        """DeepSpeed does not step the scheduler with an update that it skips for a gradient of NaN or Inf.
+
+        Islands count steps, not updates: else one of them would run at another rate for good.
+        """
+        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
+        position = getattr(scheduler, "num_updates", None)
+        if position is not None and position < self.inner_step + 1 and hasattr(scheduler, "set_position"):
+            scheduler.set_position(self.inner_step + 1)
 
     def finish(self) -> RoundResult | None:
         """A last round for what was trained since the newest one; None if that is nothing."""
@@ -241,7 +260,7 @@ class OuterLoop:
         )
         voids = 0
         while True:
-            result = half.run_round(contribution, self.inner_step)
+            result = half.run_round(contribution, self.inner_step, self._withdraw)
             self.last_round = result
             if not result.void:
                 break
@@ -249,18 +268,29 @@ class OuterLoop:
             self._journal.note_void(result, self.inner_step, self.outer_step)
             if result.healed:
                 contribution = None  # it was trained from a version that this island no longer holds
+            if not self._group.all_agree(not self.stop_requested()):
+                return result  # the progress stays local, and is offered after a resume
             log.warning("round void (%d in a row): %s", voids, result.reason)
             if voids >= self._config.sync.max_voids:
-                raise IslandError(
+                raise GaveUp(
                     "megatron_wsd.sync.max_voids",
                     f"a round that commits within {self._config.sync.max_voids} attempts",
                     result.reason,
-                    "Look at the network between the islands; resume with --resume.",
+                    "Look at the network between the islands; go on with --resume.",
                 )
             time.sleep(min(0.1 * 2**voids, 5.0))
         self._adopt(result)
         self._journal.note(result, self.inner_step)
         return result
+
+    def _withdraw(self, decision: Decision) -> bool:
+        """Whether to leave a round because the run is being stopped and the others have left already.
+
+        To commit it alone would set this island apart from what all would have done together.
+        """
+        before = self.last_round.decision if self.last_round else None
+        fewer = before is not None and len(decision.reports) < len(before.reports)
+        return fewer and not self._group.all_agree(not self.stop_requested())
 
     def _adopt(self, result: RoundResult) -> None:
         """Make the island hold the anchor, and stand where the others stand."""
@@ -276,6 +306,8 @@ class OuterLoop:
             scheduler: Any = getattr(self._engine, "lr_scheduler", None)
             if hasattr(scheduler, "set_position"):
                 scheduler.set_position(ahead)
+            elif scheduler is not None:
+                log.warning("%s cannot be moved to step %d: its rate is behind", type(scheduler), ahead)
 
     def digest(self) -> int:
         """Of the outer state over all ranks of the island; all ranks must call it."""
@@ -304,6 +336,13 @@ class OuterLoop:
         self._tokens_since_base = extra["tokens_since_base"]
         self.inner_step = extra["inner_step"]
         self._engine_step = int(self._engine.global_steps)
+        if self._engine_step != self.inner_step:
+            raise CheckpointError(
+                str(folder),
+                f"the outer state of step {self._engine_step}, to which the engine was loaded",
+                f"that of step {self.inner_step}",
+                "Load both from the same checkpoint, the engine's first.",
+            )
         if self._half is not None:
             self._half.refresh_digest()
 

@@ -172,7 +172,7 @@ class Membership:
     @property
     def usable(self) -> bool:
         """Whether the group between the islands was configured and has not failed since."""
-        return self._manager.errored() is None
+        return self._manager.errored() is None and self._pg._pg is not None
 
     @property
     def size(self) -> int:
@@ -181,7 +181,7 @@ class Membership:
 
     def _run(self, what: str, start: Callable[[], Any]) -> None:
         if not self.usable:
-            raise ExchangeError(f"{what}: the group has failed before: {self._manager.errored()}")
+            raise ExchangeError(f"{what}: the group was not made or has failed: {self._manager.errored()}")
         try:
             start().wait()
         except Exception as e:  # gloo raises RuntimeError; a torchft group its own kinds

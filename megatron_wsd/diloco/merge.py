@@ -1,11 +1,12 @@
-"""Gate and merge: many contributions of different ages become one pseudo-gradient. Pure."""
+"""Gate and merge: many contributions of different ages become one pseudo-gradient, and its rate. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from megatron_wsd.config import OuterConfig
+from megatron_wsd.config import Config, OuterConfig
+from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.optim.gate import staleness_gate
 
 
@@ -34,3 +35,22 @@ def merge_coefficients(gates: Sequence[float], weights: Sequence[float]) -> list
     """
     total = sum(weights)
     return [g * w / total for g, w in zip(gates, weights, strict=True)]
+
+
+def rate_scale(config: Config, decision: Decision) -> float:
+    """What multiplies the outer rate in a round, the same on every island.
+
+    Adam would make every lone contribution a full step, so the rate is shared out (``participation``); and
+    it would step as far at the end of the inner decay, when the islands hardly move, as before it
+    (``follow_decay``). The steps of SGD shrink with its gradients by themselves.
+    """
+    outer, schedule = config.outer, config.schedule
+    scale = 1.0
+    if outer.participation:
+        scale *= len(decision.contributors) / len(decision.reports)
+    adam = outer.optimizer in ("cgad", "adam_decay", "adam")
+    if outer.follow_decay and adam and schedule is not None:
+        start = max(0, decision.inner_step - max(decision.report(i).steps for i in decision.contributors))
+        if schedule.phase(start) in ("decay", "done"):
+            scale *= schedule.factor(start)
+    return scale

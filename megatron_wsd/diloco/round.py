@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from megatron_wsd.diloco.agree import Decision, Report, combine_digests, decide,
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
-from megatron_wsd.diloco.merge import age_gate, merge_coefficients
+from megatron_wsd.diloco.merge import age_gate, merge_coefficients, rate_scale
 from megatron_wsd.diloco.wire import broadcast_flat, buckets
 from megatron_wsd.errors import ExchangeError, IslandError
 from megatron_wsd.optim import native
@@ -143,12 +144,18 @@ class OuterHalf:
         self._island_digest = combine_digests([row[0] for row in self._group.gather([mine])])
         return self._island_digest
 
-    def run_round(self, contribution: Contribution | None, inner_step: int) -> RoundResult:
+    def run_round(
+        self,
+        contribution: Contribution | None,
+        inner_step: int,
+        withdraw: Callable[[Decision], bool] | None = None,
+    ) -> RoundResult:
         """Run one round, from quorum to the stepped anchor.
 
         Args:
             contribution: this rank's part of the island's; None to meet the others empty-handed.
             inner_step: inner steps of the run, as this island counts them.
+            withdraw: asked, on all ranks alike, once it is known who takes part; True makes the round void.
 
         Raises:
             IslandError: the islands cannot work together.
@@ -156,7 +163,7 @@ class OuterHalf:
         result = RoundResult()
         started, bytes_before = time.perf_counter(), self._seat.bytes_moved
         try:
-            self._attempt(contribution, inner_step, result)
+            self._attempt(contribution, inner_step, withdraw, result)
         except ExchangeError as e:
             result.void, result.reason = True, str(e)
         result.bytes = self._seat.bytes_moved - bytes_before
@@ -164,9 +171,18 @@ class OuterHalf:
         result.digest = self._island_digest
         return result
 
-    def _attempt(self, contribution: Contribution | None, inner_step: int, result: RoundResult) -> None:
+    def _attempt(
+        self,
+        contribution: Contribution | None,
+        inner_step: int,
+        withdraw: Callable[[Decision], bool] | None,
+        result: RoundResult,
+    ) -> None:
         self._seat.start_round(self.state.outer_step)
         decision = result.decision = self._agree(contribution, inner_step)
+        if withdraw is not None and withdraw(decision):
+            self._seat.vote(False)
+            raise ExchangeError("withdrawn: the run is being stopped")
         if self._island in decision.healed:
             self._note_outvoted(decision)
         if decision.healed:
@@ -215,7 +231,7 @@ class OuterHalf:
         if not self._group.all_agree(not problem):
             self._seat.vote(False)  # makes torchft reconfigure the group
             raise ExchangeError(problem or "another rank of this island could not agree")
-        return decide([Report.from_numbers(row) for row in rows])
+        return decide([Report.from_numbers(row) for row in rows], self.settled)
 
     def _note_outvoted(self, decision: Decision) -> None:
         """A state that went wrong at an equal step is healed once; twice means broken hardware."""
@@ -296,25 +312,8 @@ class OuterHalf:
 
     def _step(self, decision: Decision) -> None:
         state = self.state
-        state.optimizer.step(state.anchor, self._merged, lr_scale=self._rate_scale(decision))
+        state.optimizer.step(state.anchor, self._merged, lr_scale=rate_scale(self._config, decision))
         state.outer_step = decision.outer_step + 1
         state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
         state.inner_step = decision.inner_step
         self.refresh_digest()
-
-    def _rate_scale(self, decision: Decision) -> float:
-        """What multiplies the outer rate in this round, the same on every island.
-
-        Adam would make every lone contribution a full step, so the rate is shared out; and it would step as
-        far at the end of the inner decay, when the islands hardly move, as before it.
-        """
-        outer, schedule = self._config.outer, self._config.schedule
-        scale = 1.0
-        if outer.participation:
-            scale *= len(decision.contributors) / len(decision.reports)
-        if outer.follow_decay and schedule is not None:
-            steps = max(decision.report(i).steps for i in decision.contributors)
-            start = max(0, decision.inner_step - steps)
-            if schedule.phase(start) in ("decay", "done"):
-                scale *= schedule.factor(start)
-        return scale

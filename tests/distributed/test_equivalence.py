@@ -18,7 +18,10 @@ CONFIG = {
     "gradient_clipping": 1.0,
     # eps bounds how much a rounding of a gradient can move a weight: lr / eps times it.
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-5, "torch_adam": True}},
-    "scheduler": {"type": "WSD", "params": {"warmup_steps": 3}},
+    "scheduler": {
+        "type": "WSD",
+        "params": {"warmup_steps": 2, "decay_start": 4, "decay_steps": 5, "min_lr_ratio": 0.1},
+    },
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "steps_per_print": 100000,
     "megatron_wsd": {"sync": {"inner_steps": 3}},

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_wsd.config import OuterConfig
+from megatron_wsd.config import OuterConfig, parse_config
 from megatron_wsd.diloco.agree import Report, combine_digests, decide, to_int64
-from megatron_wsd.diloco.merge import age_gate, merge_coefficients
+from megatron_wsd.diloco.merge import age_gate, merge_coefficients, rate_scale
 from megatron_wsd.errors import ExchangeError, IslandError
 from megatron_wsd.optim.gate import staleness_gate
 
@@ -117,6 +117,18 @@ def test_different_initial_weights_are_refused() -> None:
         decide(fresh)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"config": 8}, {"data": 8}, {"ranks": 4}, {"protocol": 99}, {"island": 1}]
+)
+def test_a_newcomer_that_does_not_fit_costs_a_round_and_ends_itself(changes: dict[str, int]) -> None:
+    newcomer = {"settled": 0, "contributes": 0, "outer_step": 0, "base": 0}
+    quorum = [replace(report(0, **newcomer), **changes), report(1), report(2)]
+    with pytest.raises(ExchangeError, match="just been started does not fit"):
+        decide(quorum, settled=True)
+    with pytest.raises(IslandError):
+        decide(quorum, settled=False)
+
+
 def test_two_islands_of_one_number_are_refused() -> None:
     with pytest.raises(IslandError, match="a number of its own"):
         decide([report(1), report(1)])
@@ -145,3 +157,30 @@ def test_each_outer_optimizer_has_its_own_view_of_age() -> None:
     assert exponential == pytest.approx([1.0, math.exp(-1.6), math.exp(-8.0)], rel=1e-15)
     for name in ("adam", "sgd", "nesterov"):
         assert [age_gate(OuterConfig(optimizer=name), t) for t in ages] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "inner_step", "contributors", "expected"),
+    [
+        ("cgad", 100, 2, 1.0),
+        ("cgad", 100, 1, 0.5),
+        ("cgad", 270, 2, 1.0),  # its 10 steps began at 260, where the decay begins
+        ("cgad", 290, 2, 0.5 + 0.5 * 0.5),  # linear to a half: at step 280, half-way
+        ("cgad", 290, 1, 0.375),
+        ("adam", 290, 2, 0.75),
+        ("sgd", 290, 2, 1.0),  # SGD's steps shrink by themselves
+        ("nesterov", 290, 2, 1.0),
+    ],
+)
+def test_outer_rate_follows_the_decay_and_the_share(
+    optimizer: str, inner_step: int, contributors: int, expected: float
+) -> None:
+    decay = {"decay_start": 260, "decay_steps": 40, "decay_shape": "linear", "min_lr_ratio": 0.5}
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "scheduler": {"type": "WSD", "params": {"warmup_steps": 20, **decay}},
+        "megatron_wsd": {"outer": {"optimizer": optimizer}},
+    }
+    reports = [report(i, inner_step=inner_step, contributes=int(i < contributors)) for i in range(2)]
+    assert rate_scale(parse_config(raw), decide(reports)) == pytest.approx(expected, rel=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
-from megatron_wsd.checkpoint.store import CheckpointStore, newest_common
+from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
 from megatron_wsd.config import parse_config
 from megatron_wsd.diloco.round import OuterState
 from megatron_wsd.errors import CheckpointError
@@ -134,11 +133,11 @@ def test_without_its_manifest_it_is_torn(tmp_path: Path) -> None:
         load_outer(tmp_path / "outer", state(steps=0), config(), OneRank())  # type: ignore[arg-type]
 
 
-def put(store: CheckpointStore, step: int) -> None:
+def put(store: CheckpointStore, step: int, outer_step: int = 0) -> None:
     store.begin(step, 1)
     (store.staging(step) / "part").mkdir()
     (store.staging(step) / "part" / "x").write_bytes(b"12345")
-    store.complete(step, {"config": "c"})
+    store.complete(step, {"config": "c", "outer_step": outer_step})
 
 
 def test_store_keeps_the_newest_and_ignores_the_torn(tmp_path: Path) -> None:
@@ -170,17 +169,31 @@ def test_full_disk_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     assert store.steps() == [10] and not store.staging(20).exists()
 
 
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    store.begin(10, 1)
+    put(store, 20)
+    assert [p.name for p in store.root.iterdir()] == ["step_00000020"]
+
+
 def test_resume_takes_the_newest_that_all_islands_have(tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path / f"island_{i}" / "checkpoints", keep=9) for i in range(2)]
-    assert newest_common(tmp_path, 0, 2) is None
+    assert resume_step(tmp_path, 0, 2) is None
     for step in (10, 20, 30):
-        put(stores[0], step)
-    assert newest_common(tmp_path, 0, 2) == 30, "the other island's folder is elsewhere"
+        put(stores[0], step, step // 10)
+    assert resume_step(tmp_path, 0, 2) == 30, "the other island's folder is elsewhere"
     for step in (10, 20):
-        put(stores[1], step)
-    assert [newest_common(tmp_path, i, 2) for i in range(2)] == [20, 20]
-    put(stores[1], 25)
+        put(stores[1], step, step // 10)
+    assert [resume_step(tmp_path, i, 2) for i in range(2)] == [20, 20]
+    put(stores[1], 25, 2)
     shutil.rmtree(stores[1].folder(10))
     shutil.rmtree(stores[1].folder(20))
-    assert newest_common(tmp_path, 0, 2) == 30, "nothing in common: its own newest, then it is healed"
-    assert json.loads((stores[0].folder(30) / "checkpoint.json").read_text())["step"] == 30
+    assert resume_step(tmp_path, 0, 2) == 30, "nothing in common: its own newest, then one is healed"
+
+
+def test_islands_stopped_some_steps_apart_go_on_where_they_stood(tmp_path: Path) -> None:
+    stores = [CheckpointStore(tmp_path / f"island_{i}" / "checkpoints", keep=9) for i in range(2)]
+    for i, step in enumerate((33, 34)):
+        put(stores[i], 20, 2)
+        put(stores[i], step, 3)
+    assert [resume_step(tmp_path, i, 2) for i in range(2)] == [33, 34]

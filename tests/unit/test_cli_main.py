@@ -115,7 +115,8 @@ def test_a_lighthouse_that_is_not_there_is_told_and_nothing_is_written(
     tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["megatron_wsd.cli.island"], "_LIGHTHOUSE_WAIT_S", 0.3)
-    code, text = run(*ISLAND, "--island", "0", "--config", config, "--run-dir", tmp_path / "run")
+    flags = ("--config", config, "--run-dir", tmp_path / "run", "--script", __file__)
+    code, text = run(*ISLAND, "--island", "0", *flags)
     assert code == 2
     assert "expected a torchft lighthouse that answers at http://127.0.0.1:9" in text
     assert not (tmp_path / "run").exists()

@@ -62,6 +62,14 @@ def test_7b_arithmetic_is_what_its_page_says() -> None:
         ("megatron_wsd/inner_steps", 5, ["megatron_wsd.inner_steps", "megatron_wsd.sync.inner_steps"]),
         ("megatron_wsd/outr", {}, ["megatron_wsd.outr", "'outer'"]),
         ("sync", {"inner_steps": 3}, ["sync", "megatron_wsd.sync"]),
+        ("inner_steps", 3, ["inner_steps", "megatron_wsd.sync.inner_steps"]),
+        ("warmup_steps", 3, ["warmup_steps", "scheduler.params.warmup_steps"]),
+        ("checkpoint", {"interval_steps": 3}, ["checkpoint.interval_steps", "megatron_wsd.checkpoint"]),
+        ("megatron_wsd/train_batch_size", 8, ["train_batch_size", "top level"]),
+        ("bf16", True, ["bf16", "json object"]),
+        ("megatron_wsd/outer/eps", 1e-30, ["outer.eps"]),
+        ("megatron_wsd/outer", {"optimizer": "nesterov", "momentum": 0.0}, ["outer.momentum"]),
+        ("megatron_wsd/data/seed", 2**64, ["data.seed"]),
         ("gradient_cliping", 1.0, ["gradient_cliping", "'gradient_clipping'"]),
         (
             "megatron_wsd/sync/inner_steps",
@@ -130,6 +138,7 @@ def test_digest_sees_what_changes_the_numbers_and_nothing_else() -> None:
         ("megatron_wsd/checkpoint/keep", 9),
         ("megatron_wsd/islands", {"join_timeout_s": 77.0}),
         ("megatron_wsd/data/cache_dir", "elsewhere"),
+        ("megatron_wsd/data/corpora", {"broad": "/mnt/broad", "high_quality": "/mnt/high"}),
         ("tensorboard/enabled", False),
     ):
         assert parse_config(changed(path, value), islands=2, ranks=2).digest() == whole, path
