@@ -8,36 +8,27 @@ from megatron_wsd.data.indexed import check_pair
 from megatron_wsd.errors import ConfigError
 
 
-def stop_step(config: Config, steps: int | None) -> int:
-    """The inner step at which a run ends: that of the schedule, or ``--steps`` if it comes first.
+def check_trainer(config: Config) -> None:
+    """That the config says what to train, and on which schedule.
 
     Raises:
-        ConfigError: no model, no WSD schedule, or neither an end nor ``--steps``.
+        ConfigError: no model, or no WSD schedule.
     """
     if config.model is None:
         raise ConfigError(f"{BLOCK}.model", "the shape of a GPTModel", "nothing", "Add the block.")
     if config.schedule is None:
         got = config.deepspeed.get("scheduler", {}).get("type", "nothing")
         raise ConfigError("scheduler.type", '"WSD"', got, "The trainer follows the WSD schedule.")
-    ends = [n for n in (steps, config.schedule.end) if n is not None]
-    if not ends:
-        raise ConfigError(
-            "--steps",
-            "a number of inner steps, since the schedule has no end",
-            "nothing",
-            "Give --steps, or decay_start and decay_steps in scheduler.params.",
-        )
-    return min(ends)
 
 
-def check_trainable(config: Config, steps: int | None) -> None:
-    """Everything of `stop_step`, and that the corpora can be opened.
+def check_trainable(config: Config) -> None:
+    """Everything of `check_trainer`, and that the corpora can be opened.
 
     Raises:
-        ConfigError: see `stop_step`.
+        ConfigError: see `check_trainer`.
         DataError: a corpus is missing, empty, or an .idx does not match its .bin.
     """
-    stop_step(config, steps)
+    check_trainer(config)
     for spec in config.data.corpora.values():
         if is_source(spec):
             open_source(spec)

@@ -62,10 +62,19 @@ def of_kind(records: list[Record], kind: str) -> list[Record]:
     return sorted((r for r in records if r["kind"] == kind), key=lambda r: r["step"])
 
 
-def phases(steps: list[Record]) -> list[tuple[str, int, int]]:
+def begun_at(records: list[Record]) -> int:
+    """Inner steps at which a run began: 0, but for a branch."""
+    return min((r["step"] for r in records if r["kind"] == "start"), default=0)
+
+
+def phases(steps: list[Record], begun: int = 0) -> list[tuple[str, int, int]]:
     """The phases of the schedule that ``step`` records pass, as (name, first step, last step).
 
     The trainer logs the last step of every phase, whatever the interval.
+
+    Args:
+        steps: the records, by step.
+        begun: inner steps at which the run began; more than 0 for a branch.
     """
     spans: list[tuple[str, int, int]] = []
     for record in steps:
@@ -73,5 +82,5 @@ def phases(steps: list[Record]) -> list[tuple[str, int, int]]:
         if spans and spans[-1][0] == name:
             spans[-1] = (name, spans[-1][1], step)
         else:
-            spans.append((name, spans[-1][2] + 1 if spans else 1, step))
+            spans.append((name, spans[-1][2] + 1 if spans else begun + 1, step))
     return spans

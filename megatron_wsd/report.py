@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wsd.files import write_json_atomic
 from megatron_wsd.picture import draw
-from megatron_wsd.records import Record, of_kind, phases, read_islands, read_metrics
-from megatron_wsd.rundir import write_json_atomic
+from megatron_wsd.records import Record, begun_at, of_kind, phases, read_islands, read_metrics
 
 __all__ = ["draw", "has_steps", "print_summary", "read_metrics", "summarise", "write"]
 
@@ -48,7 +48,9 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
         "parameters": starts[-1].get("parameters") if starts else None,
         "tokens": max((r["tokens"] for r in everything if r["kind"] == "step"), default=0),
         "wall_seconds": max(times) - min(times) if times else 0.0,
-        "phases": [{"phase": n, "first_step": a, "last_step": b} for n, a, b in phases(longest)],
+        "phases": [
+            {"phase": n, "first_step": a, "last_step": b} for n, a, b in phases(longest, begun_at(everything))
+        ],
         "rounds_committed": len(committed),
         "bytes_exchanged": sum(r.get("island_bytes", 0) for island in rounds.values() for r in island),
         "anchor": _anchor(everything),

@@ -20,23 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import megatron_wsd
 from megatron_wsd.errors import ConfigError, IslandError
+from megatron_wsd.files import write_json_atomic
 
 if TYPE_CHECKING:
     from megatron_wsd.config import Config
-
-
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Write ``value`` as json so that a reader, or a crash, never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w") as file:
-            json.dump(value, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -117,6 +104,19 @@ def open_island(path: str | Path, config: Config, *, island: int, resume: bool) 
     return run
 
 
+def begin_branch(path: Path, config: Config, parent: dict[str, Any]) -> RunDir:
+    """Make the folder of a run that begins from a checkpoint of another.
+
+    Raises:
+        ConfigError: ``path`` is there already.
+    """
+    run = RunDir(path.absolute())
+    if run.path.exists():
+        raise ConfigError("--run-dir", "a new folder", f"{run.path}, which is there", "Name another one.")
+    _write(run, config, None, parent)
+    return run
+
+
 def _check(run: RunDir, config: Config) -> dict[str, Any] | None:
     """The ``run.json`` of a run that may go on with ``config``; None where no run is yet."""
     if not run.path.exists():
@@ -148,26 +148,54 @@ def _check(run: RunDir, config: Config) -> dict[str, Any] | None:
     if digest != config.digest():
         raise ConfigError(
             "--config",
-            f"the config of the run in {run.path} (digest {digest})",
-            f"another one (digest {config.digest()})",
-            f"Resume with {run.config_json}, or begin a new run in another --run-dir.",
+            f"the config of the run in {run.path}",
+            f"another one:{_difference(run, config)}",
+            f"\nResume with {run.config_json}, or begin a new run in another --run-dir. Fields of the "
+            "schedule can be changed one by one: --override schedule.FIELD=VALUE.",
         )
     return known
 
 
-def _write(run: RunDir, config: Config, known: dict[str, Any] | None) -> None:
+def _difference(run: RunDir, config: Config) -> str:
+    """The fields that matter and differ, a line each: saved against given."""
+    from megatron_wsd.config import load_config
+
+    saved, given = _flat(load_config(run.config_json).identity()), _flat(config.identity())
+    missing = "(absent)"
+    rows = [
+        f"\n  {key}: saved {saved.get(key, missing)}, given {given.get(key, missing)}"
+        for key in sorted(saved.keys() | given.keys())
+        if saved.get(key, missing) != given.get(key, missing)
+    ]
+    return "".join(rows) or " (no field of this version differs)"
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{name}.{key}" if name else key)
+    return found
+
+
+def _write(
+    run: RunDir, config: Config, known: dict[str, Any] | None, parent: dict[str, Any] | None = None
+) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
     resolved = config.resolved()
     if not run.config_json.exists() or json.loads(run.config_json.read_text()) != resolved:
         write_json_atomic(run.config_json, resolved)
     if known is None:
-        facts = {
+        facts: dict[str, Any] = {
             "version": megatron_wsd.__version__,
             "config_digest": config.digest(),
             "islands": config.islands.count,
             "ranks": config.islands.ranks,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
+        if parent is not None:
+            facts["parent"] = parent
         write_json_atomic(run.run_json, facts)
 
 

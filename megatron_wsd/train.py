@@ -19,9 +19,13 @@ from types import FrameType
 from typing import Any
 
 from megatron_wsd.config import Config, load_config
+from megatron_wsd.control import Order
+from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
+from megatron_wsd.lineage import Parent
 from megatron_wsd.metrics import say
-from megatron_wsd.preflight import stop_step
+from megatron_wsd.preflight import check_trainer
+from megatron_wsd.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=os.environ.get("MEGATRON_WSD_LOG", "INFO"),
         format=f"%(asctime)s [island {island} rank {rank}] %(levelname)s %(name)s: %(message)s",
     )
-    for noisy, level in (("megatron", logging.WARNING), ("torchft", logging.ERROR)):
-        logging.getLogger(noisy).setLevel(level)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
     trainer: Trainer | None = None
     try:
@@ -96,8 +101,19 @@ class Trainer:
         self._stop_requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        self.stop_at = stop_step(config, steps)
+        self._steps = steps
+        check_trainer(config)
         self._setup(resume)
+
+    @property
+    def stop_at(self) -> int | None:
+        """The inner step at which the run ends as things stand; None while there is no end."""
+        ends = [n for n in (self._steps, self.engine.lr_scheduler.schedule.end) if n is not None]
+        return min(ends, default=None)
+
+    def _there(self) -> bool:
+        stop_at = self.stop_at
+        return stop_at is not None and self.outer.inner_step >= stop_at
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -180,17 +196,18 @@ class Trainer:
 
         fingerprints = "".join(v for _, v in sorted(self.corpora.fingerprints().items()))
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config)
-        step = None
+        folder: Path | None = None
         if resume:
             choice = [self.checkpoints.choose(self.run_dir, self.address) if self.rank == 0 else None]
             torch.distributed.broadcast_object_list(choice, src=0)
-            step = choice[0]
-        if step is not None:
-            self.checkpoints.load_engine(self.engine, step)
+            folder = choice[0]
+        if folder is not None:
+            self.checkpoints.load_engine(self.engine, folder)
         self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
         self.outer.stop_requested = lambda: self._stop_requested
-        if step is not None:
-            self.checkpoints.load_rest(self.outer, self.sampler, step)
+        if folder is not None:
+            self.checkpoints.load_rest(self.outer, self.sampler, folder)
+            self._begin_branch(folder)
         self.metrics = self.outer.metrics
         entropy = {name: self.held_out.unigram_entropy(name) for name in self.corpora.files}
         self.metrics.write(
@@ -200,15 +217,26 @@ class Trainer:
             outer_step=self.outer.outer_step,
             parameters=self.parameters,
             unigram_entropy=entropy,
-            resumed=step is not None,
+            resumed=folder is not None,
         )
         if self.rank == 0:
-            how = f"resumed at step {step}" if step is not None else "fresh"
+            how = f"resumed at step {self.outer.inner_step}" if folder else "fresh"
+            end = "no end" if self.stop_at is None else f"step {self.stop_at}"
             say(
-                f"{how}: {self.parameters:,} parameters, {self.ranks} ranks, {self._precision()}, to step "
-                f"{self.stop_at}, a round every {self.config.sync.inner_steps} steps, "
+                f"{how}: {self.parameters:,} parameters, {self.ranks} ranks, {self._precision()}, to {end}, "
+                f"a round every {self.config.sync.inner_steps} steps, "
                 f"outer {self.config.outer.optimizer} at {self.config.outer.lr:g}"
             )
+
+    def _begin_branch(self, folder: Path) -> None:
+        """What a branch does once, when it begins from its parent's checkpoint: its own decay."""
+        parent = Parent.of(RunDir(self.run_dir))
+        if parent is None or folder != parent.checkpoint(self.address.island):
+            return
+        planned = self.engine.lr_scheduler.schedule.decays
+        if any(decay.start >= self.outer.inner_step for decay in planned):
+            self.outer.carry_out(Order(kind="cancel", nonce=parent.order.nonce))
+        self.outer.carry_out(parent.order)
 
     def _precision(self) -> str:
         for name in ("bf16", "fp16"):
@@ -234,10 +262,10 @@ class Trainer:
     def _train(self) -> bool:
         """Inner steps and rounds until the end or a request to stop; whether it was the latter."""
         stopped = False
-        while self.outer.inner_step < self.stop_at and not stopped:
+        while not self._there() and not stopped:
             self._inner_step()
             interval = self.config.checkpoint.interval_steps
-            if interval and self.outer.inner_step % interval == 0 and self.outer.inner_step < self.stop_at:
+            if interval and self.outer.inner_step % interval == 0 and not self._there():
                 self._save()
             stopped = not self.outer.group.all_agree(not self._stop_requested)
         return stopped
@@ -269,15 +297,19 @@ class Trainer:
         return self.engine(tokens, positions, mask, labels=labels).float().mean()
 
     def _switch_mix(self, step: int) -> None:
-        """Switch to the mix of the decay at the sample with which the decay begins, wherever we stand."""
-        schedule = self.config.schedule
-        assert schedule is not None
-        if "decay" not in self.config.data.mixes or not schedule.decays:
-            return
-        start = schedule.decays[0].start
-        if step >= start and self.sampler.history[-1][1] != "decay":
-            self.sampler.switch(start * self.config.island_batch, "decay")
-            self.metrics.event("mix", step, f"step {step}: the decay begins, data mix is now 'decay'")
+        """Make the switches of data mix that are due.
+
+        At the very sample at which each is planned, even if this island was moved past it: then the samples
+        in between were never read here, and all islands keep one history.
+        """
+        scheduler = self.engine.lr_scheduler
+        plan = planned_mixes(scheduler.schedule, self.outer.orders, self.config.data.mixes)
+        done = len(self.sampler.history) - 1  # the first entry is where the run began
+        for start, mix in plan[done:]:
+            if start > step:
+                break
+            self.sampler.switch(start * self.config.island_batch, mix)
+            self.metrics.event("mix", step, f"step {step}: data mix is now {mix!r}")
 
     def _step_outer(self, tokens: int) -> None:
         """Count the step; around a round that is due, validate local weights and anchor."""
@@ -294,8 +326,7 @@ class Trainer:
 
     def _end(self, stopped: bool) -> None:
         """A run that is over ends on an anchor; one that is only stopped keeps its local progress."""
-        assert self.config.schedule is not None
-        end = self.config.schedule.end
+        end = self.engine.lr_scheduler.schedule.end
         over = end is not None and self.outer.inner_step >= end and not stopped
         if over:
             self.outer.finish()
@@ -310,9 +341,8 @@ class Trainer:
     # ---- what is told ----
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
-        assert self.config.schedule is not None
-        ends_a_phase = self.config.schedule.phase(step) != phase
-        if step % self.config.log.interval_steps and step < self.stop_at and not ends_a_phase:
+        ends_a_phase = self.engine.lr_scheduler.schedule.phase(step) != phase
+        if step % self.config.log.interval_steps and not ends_a_phase and not self._there():
             return
         loss, tokens_per_s = self._window.close()
         self.metrics.write(
@@ -327,7 +357,7 @@ class Trainer:
         )
         if self.rank == 0:
             say(
-                f"step {step}/{self.stop_at} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
+                f"step {step}/{self.stop_at or 'open'} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
                 f"{tokens_per_s:,.0f} tok/s round {self.outer.outer_step}"
             )
 

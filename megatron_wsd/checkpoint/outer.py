@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wsd import __version__
-from megatron_wsd.checkpoint.files import replace_file, write_json
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.agree import to_int64
 from megatron_wsd.errors import CheckpointError
+from megatron_wsd.files import replace_file, write_json_atomic
 
 if TYPE_CHECKING:
     from megatron_wsd.diloco.island import IslandGroup
@@ -100,7 +100,7 @@ def save_outer(
                 "extra": extra,
                 "digests": [f"{d & ((1 << 64) - 1):016x}" for d in digests],
             }
-            write_json(manifest, content)
+            write_json_atomic(manifest, content)
 
     for action in (write, clear, lambda: replace_file(part, target), finish):
         agreed(group, folder, action)

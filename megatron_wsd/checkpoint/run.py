@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wsd import __version__
-from megatron_wsd.checkpoint.files import replace_file
 from megatron_wsd.checkpoint.outer import agreed
-from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
+from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore, resume_step
 from megatron_wsd.config import Config
 from megatron_wsd.errors import CheckpointError
+from megatron_wsd.files import replace_file
+from megatron_wsd.lineage import Parent, pinned_steps
+from megatron_wsd.rundir import RunDir
 
 if TYPE_CHECKING:
     from megatron_wsd.data.mix import MixSampler
@@ -36,28 +38,37 @@ class RunCheckpoints:
     """
 
     def __init__(self, root: Path, config: Config) -> None:
-        self.store = CheckpointStore(root, config.checkpoint.keep)
+        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(root.parents[1]))
         self._config = config
 
-    def choose(self, run_dir: Path, address: IslandAddress) -> int | None:
-        """The step to resume from, None if there is no complete checkpoint; for one rank alone.
+    def choose(self, run_dir: Path, address: IslandAddress) -> Path | None:
+        """The folder to resume from, None if there is no complete checkpoint; for one rank alone.
+
+        A branch that has none of its own begins from its parent's.
 
         Raises:
-            CheckpointError: the checkpoint is of another config.
+            CheckpointError: the checkpoint is of another config, or the parent's is gone.
         """
         step = resume_step(run_dir, address.island, address.islands)
-        if step is None:
-            log.warning("--resume: no complete checkpoint in %s, starting fresh", self.store.root)
-            return None
-        manifest = self.store.manifest(step) or {}
-        if manifest.get("config") != self._config.digest():
+        expected = self._config.digest()
+        if step is not None:
+            folder = self.store.folder(step)
+        else:
+            facts = RunDir(run_dir)
+            parent = Parent.of(facts) if facts.run_json.exists() else None
+            if parent is None:
+                log.warning("--resume: no complete checkpoint in %s, starting fresh", self.store.root)
+                return None
+            folder, expected = parent.checkpoint(address.island), parent.config
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest.get("config") != expected:
             raise CheckpointError(
-                str(self.store.folder(step)),
-                f"a checkpoint of this config ({self._config.digest()})",
+                str(folder),
+                f"a checkpoint of this config ({expected})",
                 f"one of {manifest.get('config')}",
                 "Resume with the config.json of the run folder.",
             )
-        return step
+        return folder
 
     def save(self, engine: Any, outer: OuterLoop, sampler: MixSampler, step: int) -> None:
         """Write everything aside, then give it its name.
@@ -90,15 +101,18 @@ class RunCheckpoints:
                 self.store.discard(step)
             raise
 
-    def load_engine(self, engine: Any, step: int) -> None:
+    def load_engine(self, engine: Any, folder: Path) -> None:
         """Weights, inner optimizer and schedule.
 
         Raises:
             CheckpointError: it is of another model.
         """
-        folder = self.store.folder(step)
         try:
-            path, _ = engine.load_checkpoint(str(folder / "engine"), tag=_ENGINE_TAG)
+            # The schedule comes from the manifest: the config's digest says that it is of this run, and what
+            # was decided and overridden meanwhile is part of it.
+            path, _ = engine.load_checkpoint(
+                str(folder / "engine"), tag=_ENGINE_TAG, load_lr_scheduler_states=False
+            )
         except (RuntimeError, KeyError, ValueError, AssertionError, EOFError, UnpicklingError) as e:
             raise CheckpointError(
                 str(folder),
@@ -108,17 +122,17 @@ class RunCheckpoints:
             ) from e
         if path is None:
             raise CheckpointError(str(folder / "engine"), "DeepSpeed's files", "none that it can load")
+        engine.lr_scheduler.restore(json.loads((folder / MANIFEST).read_text())["schedule"])
 
-    def load_rest(self, outer: OuterLoop, sampler: MixSampler, step: int) -> None:
+    def load_rest(self, outer: OuterLoop, sampler: MixSampler, folder: Path) -> None:
         """Outer state, data position, random states.
 
         Raises:
             CheckpointError: torn, damaged or of something else.
             DataError: the corpora are not those of the run.
         """
-        folder = self.store.folder(step)
         outer.load(folder / "outer")
-        manifest = json.loads((folder / "checkpoint.json").read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
         sampler.load_state_dict(manifest["sampler"])
         agreed(outer.group, folder, lambda: _load_random(folder, outer.group.rank))
 

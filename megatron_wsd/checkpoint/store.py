@@ -6,11 +6,12 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_wsd.checkpoint.files import flush_file, fsync_folder, write_json
 from megatron_wsd.errors import CheckpointError
+from megatron_wsd.files import flush_file, fsync_folder, write_json_atomic
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,11 @@ class CheckpointStore:
     Args:
         root: ``RUN/island_<i>/checkpoints``.
         keep: complete checkpoints to keep.
+        pinned: steps that are kept besides, since branches need them; asked when old ones are removed.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
-        self.root, self._keep = root, keep
+    def __init__(self, root: Path, keep: int, pinned: Callable[[], Collection[int]] = tuple) -> None:
+        self.root, self._keep, self._pinned = root, keep, pinned
 
     def folder(self, step: int) -> Path:
         """Where the complete checkpoint of a step is."""
@@ -75,7 +77,7 @@ class CheckpointStore:
         for path in sorted(p for p in staging.rglob("*") if p.is_file()):
             flush_file(path)
             files[str(path.relative_to(staging))] = path.stat().st_size
-        write_json(staging / MANIFEST, {**content, "step": step, "files": files})
+        write_json_atomic(staging / MANIFEST, {**content, "step": step, "files": files})
         old = self.root / f"step_{step:08d}.old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -83,7 +85,8 @@ class CheckpointStore:
         staging.rename(final)
         fsync_folder(self.root)
         shutil.rmtree(old, ignore_errors=True)
-        for stale in self.steps()[: -self._keep]:
+        pinned = self._pinned()
+        for stale in [s for s in self.steps()[: -self._keep] if s not in pinned]:
             shutil.rmtree(self.folder(stale), ignore_errors=True)
         return final
 

@@ -11,11 +11,14 @@ from typing import Annotated, Any
 import typer
 
 import megatron_wsd
+from megatron_wsd.cli.branch import branch, lineage
+from megatron_wsd.cli.decay_now import decay_now
 from megatron_wsd.cli.doctor import doctor
 from megatron_wsd.cli.island import island
 from megatron_wsd.cli.launch import launch
 from megatron_wsd.cli.prepare_data import prepare_data
 from megatron_wsd.cli.report import report
+from megatron_wsd.cli.schedule_plot import schedule_plot
 from megatron_wsd.errors import MegatronWSDError
 
 
@@ -60,7 +63,17 @@ def _about(
     """Pre-train across islands with DeepSpeed ZeRO-3: WSD schedules, DiLoCo rounds, CGAD."""
 
 
-for _command in (launch, island, prepare_data, report, doctor):
+for _command in (
+    launch,
+    island,
+    decay_now,
+    branch,
+    lineage,
+    schedule_plot,
+    prepare_data,
+    report,
+    doctor,
+):
     app.command(_command.__name__.replace("_", "-"))(_one_line_errors(_command))
 
 

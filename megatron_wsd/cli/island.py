@@ -62,7 +62,7 @@ def island(
         return
     plan.check_machine()
     if script is None:
-        check_trainable(loaded, steps)
+        check_trainable(loaded)
     command = plan.command(port)
     _await_lighthouse(lighthouse)
     run = open_island(run_dir, loaded, island=island, resume=resume)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import time
 from dataclasses import replace
@@ -18,6 +19,8 @@ from megatron_wsd.cli.logs import excerpt
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
 from megatron_wsd.config import Config, load_config
+from megatron_wsd.control import ControlFolder, override_order
+from megatron_wsd.errors import ConfigError
 from megatron_wsd.preflight import check_trainable
 from megatron_wsd.rundir import RunDir, held, is_held, open_run
 
@@ -33,6 +36,9 @@ def launch(
     steps: Annotated[int | None, typer.Option(help="Stop after this many inner steps in all.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     script: Annotated[Path | None, typer.Option(help="Training script instead of launch/train.py.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(help="With --resume: schedule.FIELD=VALUE; may be repeated.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Run all islands on this machine: a torchft lighthouse, and one deepspeed launch for each island."""
@@ -59,10 +65,15 @@ def launch(
         return
     plans[0].check_machine()
     if script is None:
-        check_trainable(loaded, steps)
+        check_trainable(loaded)
+    order = override_order(override, secrets.token_hex(8)) if override else None
+    if order is not None and not resume:
+        raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
     stop = StopRequest()
     run = open_run(run_dir, loaded, resume=resume)
     with held(run.path / "launch.lock", "launch"):
+        if order is not None:
+            ControlFolder(run.path).propose(order)
         raise typer.Exit(_run(loaded, run, plans, stop))
 
 

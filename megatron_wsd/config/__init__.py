@@ -67,8 +67,8 @@ class Config:
         """The complete json: DeepSpeed's keys and every default of ours written out."""
         return {**self.deepspeed, BLOCK: self.block.model_dump(mode="json")}
 
-    def digest(self) -> str:
-        """Hex digest of everything that must be equal between islands and over a resume.
+    def identity(self) -> dict[str, Any]:
+        """Everything that must be equal between islands and over a resume.
 
         Logging, checkpoint cadence, timeouts, monitors and folders may differ and are left out.
         """
@@ -83,7 +83,11 @@ class Config:
         block["data"]["corpora"] = sorted(block["data"]["corpora"])
         block["data"]["tokenizer"] = block["data"]["tokenizer"].split(":")[0]
         ours = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb", "comet")
-        keep = {k: v for k, v in whole.items() if k not in ours}
+        return {k: v for k, v in whole.items() if k not in ours}
+
+    def digest(self) -> str:
+        """Hex digest of `identity`."""
+        keep = self.identity()
         return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
@@ -147,4 +151,4 @@ def parse_config(
     assert block.islands.ranks is not None
     checks.resolve_batch(deepspeed, block.islands.ranks)
     checks.refuse_with_islands(deepspeed)
-    return Config(block, deepspeed, checks.build_schedule(deepspeed))
+    return Config(block, deepspeed, checks.build_schedule(deepspeed, block))

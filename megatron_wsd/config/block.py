@@ -61,7 +61,8 @@ class DataConfig(_Block):
         description="name -> builtin:stdlib | builtin:pydoc | text:PATH | prefix of a .bin/.idx pair",
     )
     mixes: dict[str, dict[str, float]] = Field(
-        default_factory=lambda: {"stable": {"broad": 1.0}}, description="phase -> {corpus: weight}"
+        default_factory=lambda: {"stable": {"broad": 1.0}},
+        description="name -> {corpus: weight}: stable, decay, and those that orders name",
     )
     tokenizer: str = "byte"
     valid_fraction: float = Field(0.02, gt=0, lt=0.5)

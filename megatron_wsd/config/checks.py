@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_wsd.config.block import BLOCK, IslandJob
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.schedule import Schedule, schedule_from_params
+from megatron_wsd.schedule import Batch, Schedule, parse_length, schedule_from_params
 
 
 def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
@@ -86,8 +86,6 @@ def check_data(block: IslandJob) -> None:
     if "stable" not in data.mixes:
         raise ConfigError(f"{BLOCK}.data.mixes", 'a mix named "stable"', sorted(data.mixes))
     for phase, mix in data.mixes.items():
-        if phase not in ("stable", "decay"):
-            raise ConfigError(f"{BLOCK}.data.mixes", 'mixes named "stable" and "decay"', phase)
         for corpus, weight in mix.items():
             where = f"{BLOCK}.data.mixes.{phase}.{corpus}"
             if corpus not in data.corpora:
@@ -169,7 +167,12 @@ def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
             raise ConfigError(f"zero_optimization.{part}.device", '"cpu" or "none"', device, "Use cpu.")
 
 
-def build_schedule(deepspeed: dict[str, Any]) -> Schedule | None:
+def build_schedule(deepspeed: dict[str, Any], block: IslandJob) -> Schedule | None:
+    """The WSD schedule of the json, in steps; None if another scheduler is named.
+
+    Lengths given in samples or tokens are written into the json in steps: over islands and ranks a batch is
+    constant, and rounds, orders and data mixes count steps.
+    """
     scheduler = deepspeed.get("scheduler")
     if scheduler is None:
         return None
@@ -177,7 +180,27 @@ def build_schedule(deepspeed: dict[str, Any]) -> Schedule | None:
         raise ConfigError("scheduler", 'an object with a "type"', scheduler)
     if scheduler["type"] != "WSD":
         return None
-    if not isinstance(scheduler.get("params"), dict):
-        got = scheduler.get("params", "nothing")
-        raise ConfigError("scheduler.params", "an object, {} for a constant rate", got)
-    return schedule_from_params(scheduler["params"])
+    params = scheduler.get("params")
+    if not isinstance(params, dict):
+        raise ConfigError("scheduler.params", "an object, {} for a constant rate", params or "nothing")
+    assert block.islands.count is not None
+    batch = Batch(
+        samples_per_step=deepspeed["train_batch_size"] * block.islands.count,
+        tokens_per_sample=block.model.seq_length if block.model else None,
+    )
+    converted = {key: _in_steps(key, value, batch) for key, value in params.items()}
+    deepspeed["scheduler"] = {**scheduler, "params": converted}
+    optimizer = deepspeed.get("optimizer", {}).get("params", {})
+    return schedule_from_params(converted, peak=optimizer.get("lr"))
+
+
+def _in_steps(key: str, value: Any, batch: Batch) -> Any:
+    if isinstance(value, list):
+        return [_in_steps(key, item, batch) for item in value]
+    if not isinstance(value, str) or key not in _LENGTHS:
+        return value
+    field = f"scheduler.params.{key}"
+    return batch.convert(field, parse_length(value, field), "steps")
+
+
+_LENGTHS = ("warmup_steps", "decay_start", "decay_steps", "total_steps", "rewarmup_steps")

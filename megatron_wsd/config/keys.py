@@ -35,8 +35,12 @@ _SCHEDULER = (
     "decay_start",
     "decay_steps",
     "decay_shape",
+    "decay_power",
     "total_steps",
     "min_lr_ratio",
+    "min_lr",
+    "then",
+    "rewarmup_steps",
     "max_lr",
 )
 

@@ -266,13 +266,18 @@ class MixSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the switches of ``state``, which may come from any island of the run.
 
-        Loading twice is loading once; on error nothing is changed.
+        Loading twice is loading once; on error nothing is changed. Corpora and mixes that were not there when
+        the state was saved, as a branch may bring, are fine.
 
         Raises:
             DataError: another seed, number of islands, corpus size or mix than this sampler was given: its
                 samples would be others. The message holds a table of both.
         """
         given = self.state_dict()
+        for key in ("sizes", "mixes"):
+            saved = state.get(key)
+            if isinstance(saved, Mapping):
+                given[key] = {name: value for name, value in given[key].items() if name in saved}
         rows = [
             (key, state.get(key), given[key])
             for key in ("format", "seed", "islands", "sizes", "mixes")

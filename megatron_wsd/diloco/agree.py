@@ -35,6 +35,7 @@ class Report:
         steps: inner steps in the contribution.
         tokens: tokens in the contribution.
         inner_step: inner steps of the run, as this island counts them.
+        order: number of an order that it proposes; 0 for none.
     """
 
     island: int
@@ -50,6 +51,7 @@ class Report:
     steps: int
     tokens: int
     inner_step: int
+    order: int = 0
     protocol: int = PROTOCOL
 
     def numbers(self) -> list[int]:
@@ -76,6 +78,7 @@ class Decision:
         dropped: islands whose contribution is not finite.
         staleness: per contributor, its age in outer rounds.
         inner_step: inner steps of the run after this round, for islands that were left behind.
+        proposer: the leader whose order goes with this round; None if there is none.
     """
 
     reports: tuple[Report, ...]
@@ -87,6 +90,7 @@ class Decision:
     dropped: tuple[int, ...]
     staleness: tuple[int, ...]
     inner_step: int
+    proposer: int | None
 
     def place(self, island: int) -> int:
         """Place of an island in the quorum."""
@@ -162,6 +166,7 @@ def decide(quorum: Sequence[Report], settled: bool = False) -> Decision:
         dropped=tuple(r.island for r in offers if not r.finite),
         staleness=tuple(lead_step - r.base for r in contributors),
         inner_step=max(r.inner_step for r in leaders),
+        proposer=next((r.island for r in leaders if r.order), None),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,6 +107,14 @@ class IslandGroup:
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.broadcast(tensor, src=0, group=self._group)
         return [int(v) for v in tensor]
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's json value on every rank. All ranks must call it."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        (length,) = self.broadcast([text.numel()])
+        payload = text if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self._group)
+        return json.loads(bytes(payload.tolist()))
 
     def barrier(self) -> None:
         """Wait for every rank."""

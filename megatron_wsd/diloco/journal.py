@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.round import RoundResult
@@ -53,6 +55,19 @@ class Journal:
             digest=f"{result.digest:016x}",
             reason=result.reason,
         )
+
+    def note_order(self, entry: dict[str, Any], step: int) -> None:
+        """Record an order of the operator that all islands have committed, or refused alike."""
+        if entry["kind"] == "cancel":
+            what = "the decay that had not begun is withdrawn"
+        elif entry["kind"] == "override":
+            what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
+        else:
+            begins = step if entry["at"] is None else entry["at"]
+            what = f"decay of {entry['length']} steps ({entry['shape']}) from step {begins}"
+        if "refused" in entry:
+            what = f"refused: {entry['refused']}"
+        self._metrics.event("order", step, f"step {step}: {what}")
 
     def _note_heal(self, result: RoundResult, step: int) -> None:
         if result.healed and result.decision is not None:

@@ -12,16 +12,25 @@ import torch
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
 from megatron_wsd.config import BLOCK, Config, parse_config
+from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.diloco.capture import Contribution, capture
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
-from megatron_wsd.errors import CheckpointError, ConfigError, GaveUp, IslandError, StopRequested
+from megatron_wsd.errors import (
+    CheckpointError,
+    ConfigError,
+    GaveUp,
+    IslandError,
+    ScheduleError,
+    StopRequested,
+)
 from megatron_wsd.metrics import Metrics, say
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, make_outer
+from megatron_wsd.schedule.deepspeed import WSD
 from megatron_wsd.shards.zero3 import Zero3Shards
 
 log = logging.getLogger(__name__)
@@ -104,6 +113,8 @@ class OuterLoop:
             where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
         )
         self._journal = Journal(self.metrics, self._group, address.islands)
+        self._control = None if address.run_dir is None else ControlFolder(address.run_dir)
+        self._obeyed = 0
         self._half: OuterHalf | None = None
         self._seat: Membership | None = None
         self._steps_since_base = 0
@@ -140,6 +151,11 @@ class OuterLoop:
         return self._state.tokens + self._tokens_since_base * (len(live.reports) if live else 1)
 
     @property
+    def orders(self) -> list[dict[str, Any]]:
+        """Orders of the operator that all islands have committed, oldest first; see `control.Order`."""
+        return self._state.orders
+
+    @property
     def state(self) -> OuterState:
         """Anchor and outer optimizer of this rank's shard."""
         return self._state
@@ -150,6 +166,7 @@ class OuterLoop:
             self._half = OuterHalf(
                 self._config, self._address.island, self._group, self._seat, self._state, self._data_digest
             )
+            self._obey()
         return self._half
 
     def meet(self) -> RoundResult:
@@ -260,7 +277,7 @@ class OuterLoop:
         )
         voids = 0
         while True:
-            result = half.run_round(contribution, self.inner_step, self._withdraw)
+            result = half.run_round(contribution, self.inner_step, self._withdraw, self._proposed())
             self.last_round = result
             if not result.void:
                 break
@@ -283,6 +300,71 @@ class OuterLoop:
         self._journal.note(result, self.inner_step)
         return result
 
+    def carry_out(self, order: Order) -> None:
+        """Carry out an order that all islands know already, as that of a branch at its beginning.
+
+        Raises:
+            ScheduleError: the schedule refuses it.
+        """
+        entry = {**order.model_dump(mode="json"), "number": order.number, "step": self.inner_step}
+        self._state.orders.append(entry)
+        self._obey()
+        if "refused" in entry:
+            raise ScheduleError("branch", "a decay that fits the schedule", str(entry["refused"]))
+
+    def _proposed(self) -> Order | None:
+        """The order that waits in the run folder, seen by rank 0; equal on all ranks of the island."""
+        found = None
+        if self._control is not None and self._group.rank == 0:
+            try:
+                pending = self._control.pending()
+                found = pending.model_dump(mode="json") if pending else None
+            except ConfigError as e:
+                log.error("%s", e)
+        found = self._group.share(found)
+        return None if found is None else Order.model_validate(found)
+
+    def _obey(self) -> None:
+        """Carry out orders that were committed and have not been: the same on every island.
+
+        Each is carried out at the step at which its round was committed, so an island that comes late to it
+        ends with the very same schedule.
+        """
+        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
+        new = self._state.orders[self._obeyed :]
+        for entry in new:
+            order, step = (
+                Order.model_validate({k: v for k, v in entry.items() if k in Order.model_fields}),
+                entry["step"],
+            )
+            position = self.inner_step
+            try:
+                if not isinstance(scheduler, WSD):
+                    raise ScheduleError("scheduler.type", "WSD", type(scheduler).__name__)
+                scheduler.set_position(step)
+                if order.kind == "cancel":
+                    scheduler.cancel_decay()
+                elif order.kind == "override":
+                    scheduler.load_state_dict(scheduler.state_dict(), order.fields)
+                else:
+                    scheduler.begin_decay(
+                        order.length,
+                        start=order.at,
+                        shape=order.shape,
+                        min_lr_ratio=order.min_lr_ratio,
+                        then=order.then,
+                    )
+            except ScheduleError as e:
+                entry["refused"] = str(e)
+            if isinstance(scheduler, WSD):
+                scheduler.set_position(position)
+            self._journal.note_order(entry, step)
+        self._obeyed = len(self._state.orders)
+        if new and self._control is not None and self._group.rank == 0:
+            self._control.settle(self._state.orders)
+        if isinstance(scheduler, WSD) and self._half is not None:
+            self._half.schedule = scheduler.schedule
+
     def _withdraw(self, decision: Decision) -> bool:
         """Whether to leave a round because the run is being stopped and the others have left already.
 
@@ -296,6 +378,7 @@ class OuterLoop:
         """Make the island hold the anchor, and stand where the others stand."""
         self._shards.write(self._state.layout.views(self._state.anchor))
         self._steps_since_base = self._tokens_since_base = 0
+        self._obey()
         ahead = result.decision.inner_step if result.decision else self.inner_step
         if ahead != self.inner_step:
             self.inner_step = ahead
@@ -343,6 +426,7 @@ class OuterLoop:
                 f"that of step {self.inner_step}",
                 "Load both from the same checkpoint, the engine's first.",
             )
+        self._obeyed = len(self._state.orders)  # the engine's scheduler was loaded with them
         if self._half is not None:
             self._half.refresh_digest()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_wsd.config import Config, OuterConfig
+from megatron_wsd.config import OuterConfig
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.optim.gate import staleness_gate
+from megatron_wsd.schedule import Schedule
 
 
 def age_gate(outer: OuterConfig, staleness: int) -> float:
@@ -37,14 +38,13 @@ def merge_coefficients(gates: Sequence[float], weights: Sequence[float]) -> list
     return [g * w / total for g, w in zip(gates, weights, strict=True)]
 
 
-def rate_scale(config: Config, decision: Decision) -> float:
+def rate_scale(outer: OuterConfig, schedule: Schedule | None, decision: Decision) -> float:
     """What multiplies the outer rate in a round, the same on every island.
 
     Adam would make every lone contribution a full step, so the rate is shared out (``participation``); and
     it would step as far at the end of the inner decay, when the islands hardly move, as before it
     (``follow_decay``). The steps of SGD shrink with its gradients by themselves.
     """
-    outer, schedule = config.outer, config.schedule
     scale = 1.0
     if outer.participation:
         scale *= len(decision.contributors) / len(decision.reports)

@@ -7,21 +7,22 @@ numbers everywhere. So a void round has nothing to undo, and no failed exchange 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from megatron_wsd.config import Config
+from megatron_wsd.control import Order
 from megatron_wsd.diloco.agree import Decision, Report, combine_digests, decide, to_int64
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.merge import age_gate, merge_coefficients, rate_scale
-from megatron_wsd.diloco.wire import broadcast_flat, buckets
+from megatron_wsd.diloco.wire import broadcast_flat, broadcast_json, buckets
 from megatron_wsd.errors import ExchangeError, IslandError
 from megatron_wsd.optim import native
 from megatron_wsd.optim.layout import FlatLayout
@@ -41,6 +42,7 @@ class OuterState:
         outer_step: committed rounds.
         tokens: committed tokens over all islands.
         inner_step: inner steps of the run at the last commit.
+        orders: orders of the operator, each with the step at which its round was committed.
     """
 
     layout: FlatLayout
@@ -49,26 +51,29 @@ class OuterState:
     outer_step: int = 0
     tokens: int = 0
     inner_step: int = 0
+    orders: list[dict[str, Any]] = field(default_factory=list)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         """The json-able part."""
         return {
             "outer_step": self.outer_step,
             "tokens": self.tokens,
             "inner_step": self.inner_step,
             "t": self.optimizer.t,
+            "orders": self.orders,
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The flat buffers by name, live."""
         return {"anchor": self.anchor, **self.optimizer.state_tensors()}
 
-    def take_counters(self, counters: dict[str, int]) -> None:
+    def take_counters(self, counters: dict[str, Any]) -> None:
         """Take over `counters` of another island or of a checkpoint."""
         self.outer_step = counters["outer_step"]
         self.tokens = counters["tokens"]
         self.inner_step = counters["inner_step"]
         self.optimizer.t = counters["t"]
+        self.orders = list(counters["orders"])
 
     def digest(self) -> int:
         """64-bit digest of anchor and outer state of this rank."""
@@ -128,6 +133,7 @@ class OuterHalf:
         self._config, self._island, self._group, self._seat = config, island, group, seat
         self.state = state
         self.settled = False
+        self.schedule = config.schedule
         self._merged = torch.zeros_like(state.anchor)
         self._incoming = torch.empty(
             min(state.anchor.numel(), max(1, config.sync.bucket_bytes // 4)), dtype=torch.float32
@@ -141,7 +147,8 @@ class OuterHalf:
     def refresh_digest(self) -> int:
         """Digest the outer state anew after it changed; equal on all ranks of the island."""
         mine = to_int64(self.state.digest())
-        self._island_digest = combine_digests([row[0] for row in self._group.gather([mine])])
+        shards = [row[0] for row in self._group.gather([mine])]
+        self._island_digest = combine_digests([*shards, *(o["number"] for o in self.state.orders)])
         return self._island_digest
 
     def run_round(
@@ -149,6 +156,7 @@ class OuterHalf:
         contribution: Contribution | None,
         inner_step: int,
         withdraw: Callable[[Decision], bool] | None = None,
+        order: Order | None = None,
     ) -> RoundResult:
         """Run one round, from quorum to the stepped anchor.
 
@@ -156,6 +164,7 @@ class OuterHalf:
             contribution: this rank's part of the island's; None to meet the others empty-handed.
             inner_step: inner steps of the run, as this island counts them.
             withdraw: asked, on all ranks alike, once it is known who takes part; True makes the round void.
+            order: to be proposed to the others; equal on all ranks of the island.
 
         Raises:
             IslandError: the islands cannot work together.
@@ -163,7 +172,7 @@ class OuterHalf:
         result = RoundResult()
         started, bytes_before = time.perf_counter(), self._seat.bytes_moved
         try:
-            self._attempt(contribution, inner_step, withdraw, result)
+            self._attempt(contribution, inner_step, withdraw, order, result)
         except ExchangeError as e:
             result.void, result.reason = True, str(e)
         result.bytes = self._seat.bytes_moved - bytes_before
@@ -176,10 +185,13 @@ class OuterHalf:
         contribution: Contribution | None,
         inner_step: int,
         withdraw: Callable[[Decision], bool] | None,
+        order: Order | None,
         result: RoundResult,
     ) -> None:
         self._seat.start_round(self.state.outer_step)
-        decision = result.decision = self._agree(contribution, inner_step)
+        if order is not None and any(o["number"] == order.number for o in self.state.orders):
+            order = None
+        decision = result.decision = self._agree(contribution, inner_step, order)
         if withdraw is not None and withdraw(decision):
             self._seat.vote(False)
             raise ExchangeError("withdrawn: the run is being stopped")
@@ -193,18 +205,23 @@ class OuterHalf:
             return
         gates = [age_gate(self._config.outer, tau) for tau in decision.staleness]
         coefficients = merge_coefficients(gates, [1.0] * len(gates))
-        well, why = True, ""
+        well, why, ordered = True, "", None
         try:
+            if decision.proposer is not None:
+                ordered = self._take_order(decision, order)
             self._exchange(decision, coefficients, contribution)
         except ExchangeError as e:
             well, why = False, str(e)
         if not self._commit(well, why):
             raise ExchangeError(why or "a peer could not commit")
         self._step(decision)
+        if ordered is not None:
+            self.state.orders.append({**ordered, "step": decision.inner_step})
+        self.refresh_digest()
         result.committed = True
         result.gates = gates
 
-    def _agree(self, contribution: Contribution | None, inner_step: int) -> Decision:
+    def _agree(self, contribution: Contribution | None, inner_step: int, order: Order | None) -> Decision:
         """Exchange the islands' numbers; every rank of every island draws the same decision."""
         finite = contribution is None or contribution.finite
         finite = self._group.all_agree(finite)
@@ -222,6 +239,7 @@ class OuterHalf:
             steps=contribution.steps if contribution else 0,
             tokens=contribution.tokens if contribution else 0,
             inner_step=inner_step,
+            order=order.number if order else 0,
         )
         problem, rows = "", []
         try:
@@ -253,11 +271,9 @@ class OuterHalf:
         place = decision.place(decision.source)
         receiving = self._island in decision.healed
         problem = ""
-        counters = json.dumps(self.state.counters() if not receiving else {}).encode()
-        header = torch.zeros(4096, dtype=torch.uint8)
-        header[: len(counters)] = torch.frombuffer(bytearray(counters), dtype=torch.uint8)
+        counters: dict[str, Any] = self.state.counters()
         try:
-            self._seat.broadcast(header, place)
+            counters = broadcast_json(self._seat, counters, place, receiving=receiving)
             for name, tensor in sorted(self.state.tensors().items()):
                 log.debug("healing %s", name)
                 broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
@@ -266,7 +282,7 @@ class OuterHalf:
         whole = self._group.all_agree(not problem)
         if receiving:
             if whole:
-                self.state.take_counters(json.loads(bytes(header.tolist()).rstrip(b"\0")))
+                self.state.take_counters(counters)
             else:
                 # Torn by the failure: stand behind everybody until a healing succeeds.
                 self.state.outer_step = -1
@@ -274,6 +290,13 @@ class OuterHalf:
         if not whole:
             self._seat.vote(False)
             raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
+
+    def _take_order(self, decision: Decision, own: Order | None) -> dict[str, Any]:
+        """The order of the proposer, json-able, on every rank of every island."""
+        assert decision.proposer is not None
+        mine = decision.proposer == self._island
+        sent = {**own.model_dump(mode="json"), "number": own.number} if mine and own else None
+        return dict(broadcast_json(self._seat, sent, decision.place(decision.proposer), receiving=not mine))
 
     def _exchange(
         self, decision: Decision, coefficients: list[float], contribution: Contribution | None
@@ -312,8 +335,9 @@ class OuterHalf:
 
     def _step(self, decision: Decision) -> None:
         state = self.state
-        state.optimizer.step(state.anchor, self._merged, lr_scale=rate_scale(self._config, decision))
+        state.optimizer.step(
+            state.anchor, self._merged, lr_scale=rate_scale(self._config.outer, self.schedule, decision)
+        )
         state.outer_step = decision.outer_step + 1
         state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
         state.inner_step = decision.inner_step
-        self.refresh_digest()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,6 +16,20 @@ def buckets(numel: int, bucket_bytes: int, element_size: int = 4) -> Iterator[tu
     step = max(1, bucket_bytes // element_size)
     for start in range(0, numel, step):
         yield start, min(numel, start + step)
+
+
+def broadcast_json(seat: Membership, value: Any, source: int, *, receiving: bool) -> Any:
+    """Send a json value from one island to the equal ranks of all others; returns it everywhere.
+
+    Raises:
+        ExchangeError: a peer is gone or too late.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([0 if receiving else text.numel()], dtype=torch.int64)
+    seat.broadcast(length, source)
+    payload = torch.empty(int(length), dtype=torch.uint8) if receiving else text
+    seat.broadcast(payload, source)
+    return json.loads(bytes(payload.tolist()))
 
 
 def broadcast_flat(seat: Membership, flat: torch.Tensor, source: int, bucket_bytes: int) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_wsd.schedule.params import schedule_from_params
-from megatron_wsd.schedule.shapes import ALIASES, SHAPES
-from megatron_wsd.schedule.wsd import Decay, Phase, Schedule
+from megatron_wsd.schedule.decay import Decay, Then
+from megatron_wsd.schedule.lengths import Batch, Length, Unit, parse_length
+from megatron_wsd.schedule.params import plan_from_params, schedule_from_params
+from megatron_wsd.schedule.plan import OVERRIDABLE, Plan, apply_overrides
+from megatron_wsd.schedule.shapes import ALIASES, SHAPES, register_shape
+from megatron_wsd.schedule.wsd import Change, Phase, Schedule
 
 if TYPE_CHECKING:
     from megatron_wsd.schedule.deepspeed import WSD, register
@@ -19,13 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIASES",
+    "OVERRIDABLE",
     "SHAPES",
     "WSD",
+    "Batch",
+    "Change",
     "Decay",
+    "Length",
     "Phase",
+    "Plan",
     "Schedule",
+    "Then",
+    "Unit",
     "WarmupStableDecayLR",
+    "apply_overrides",
+    "parse_length",
+    "plan_from_params",
     "register",
+    "register_shape",
     "schedule_from_params",
 ]
 

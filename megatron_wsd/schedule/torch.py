@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,15 +12,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_wsd.errors import ScheduleError
 from megatron_wsd.schedule.fields import naming
-from megatron_wsd.schedule.state import load_position, save_position, set_rate
-from megatron_wsd.schedule.wsd import Decay, Phase, Schedule
+from megatron_wsd.schedule.front import Front
+from megatron_wsd.schedule.lengths import Batch
+from megatron_wsd.schedule.plan import Plan
+from megatron_wsd.schedule.wsd import Decay, Schedule
 
 
-class WarmupStableDecayLR(LRScheduler):
+class WarmupStableDecayLR(Front, LRScheduler):
     """Warm-up from 0, constant rate, decay to ``min_lr_ratio`` times the peak of each param group.
 
     Call ``step()`` once after every ``optimizer.step()``. Update n (from 0) runs at
-    ``initial_lr * schedule.factor(n)``.
+    ``initial_lr * schedule.factor(n)``. It counts updates; for samples and tokens there is
+    ``megatron_wsd.schedule.WSD``, which takes any torch optimizer as well.
 
     Args:
         optimizer: its groups' lr are the peaks (``initial_lr``, where a group already carries one).
@@ -56,36 +60,63 @@ class WarmupStableDecayLR(LRScheduler):
             decays: tuple[Decay, ...] = ()
             if decay_start_step is not None and total_steps is not None:
                 decays = (Decay.until(decay_start_step, total_steps, decay_type, min_lr_ratio),)
-            self.schedule = Schedule(warmup_steps, decays)
-        super().__init__(optimizer, last_epoch)
+            schedule = Schedule(warmup_steps, decays)
+        self._attach(optimizer, schedule, last_epoch)
+
+    @classmethod
+    def from_schedule(
+        cls, optimizer: Optimizer, schedule: Schedule, last_epoch: int = -1
+    ) -> WarmupStableDecayLR:
+        """The front of any schedule in steps, such as one with cycles.
+
+        Raises:
+            ScheduleError: it counts samples or tokens, or has a minimum that is no ratio.
+        """
+        if schedule.unit != "steps" or any(decay.min_lr is not None for decay in schedule.decays):
+            raise ScheduleError(
+                "schedule", "one in steps, with minimums as ratios", f"one in {schedule.unit}", "Use WSD."
+            )
+        front = cls.__new__(cls)
+        front._attach(optimizer, schedule, last_epoch)
+        return front
+
+    def _attach(self, optimizer: Optimizer, schedule: Schedule, last_epoch: int) -> None:
+        self._batch = Batch()
+        # torch's constructor reads the peaks from the groups, and takes the first step
+        self._plan = Plan((schedule,) * len(optimizer.param_groups), ())
+        LRScheduler.__init__(self, optimizer, last_epoch)
+
+    @property
+    def position(self) -> int:
+        """Completed updates."""
+        return self.last_epoch
 
     @property
     def num_updates(self) -> int:
         """Completed updates."""
         return self.last_epoch
 
-    @property
-    def phase(self) -> Phase:
-        """Phase of the next update."""
-        return self.schedule.phase(self.last_epoch)
-
     def get_lr(self) -> list[float | Tensor]:
         """Rate of the next update, one for each param group."""
-        factor = self.schedule.factor(self.last_epoch)
-        return [base_lr * factor for base_lr in self.base_lrs]
+        if not self._plan.peaks:
+            self._plan = replace(self._plan, peaks=tuple(float(peak) for peak in self.base_lrs))
+        return [*self._plan.rates(self.last_epoch)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Schedule, peaks and position, json-able."""
-        return save_position(self.schedule, [float(peak) for peak in self.base_lrs], self.last_epoch)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take over position and decisions and set the rates for it; loading twice changes nothing.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the position and set the rates for it; loading twice changes nothing.
+        Args:
+            state_dict: of this front or the DeepSpeed one, in steps.
+            overrides: fields of the schedule that are to differ from the saved ones; recorded in
+                ``schedule.changes``. Everything else is as saved.
 
         Raises:
             ScheduleError: the state belongs to another schedule or other peaks; nothing is changed.
         """
-        self.last_epoch = load_position(state_dict, self.schedule, [float(peak) for peak in self.base_lrs])
+        self.last_epoch = self._load(state_dict, overrides)
+        self.base_lrs = [*self._plan.peaks]
         self._step_count = self.last_epoch + 1
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            set_rate(group, float(rate))
+        self._set_rates()
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,10 +77,7 @@ class Island:
 def build(number: int, islands: int, lighthouse: str, raw: dict[str, Any], weight_seed: int = 0) -> Island:
     """Make a one-rank island of this process."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    rendezvous = tempfile.mktemp()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = parse_config(raw, islands=islands, ranks=1)
     address = IslandAddress(number, islands, lighthouse, ("localhost", store.port), None)
     group = IslandGroup(60)

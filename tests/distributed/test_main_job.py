@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -211,14 +210,15 @@ def ranks_of(run: Path, island: int) -> list[psutil.Process]:
     return found
 
 
-def test_killed_island_is_survived_and_comes_back(tmp_path: Path) -> None:
+def test_killed_island_comes_back_and_a_decay_begins_by_command(tmp_path: Path) -> None:
     path = config(tmp_path, checkpoint={"interval_steps": 8})
     raw = json.loads(path.read_text())
     raw["scheduler"]["params"] = {"warmup_steps": 3}  # no end date
+    raw["megatron_wsd"]["data"]["mixes"]["late"] = {"high_quality": 1.0}
     path.write_text(json.dumps(raw))
     run = tmp_path / "run"
     output = open(tmp_path / "output.txt", "w")  # noqa: SIM115
-    job = subprocess.Popen(command("launch", path, run, "--steps", "100000"), stdout=output, stderr=output)
+    job = subprocess.Popen(command("launch", path, run), stdout=output, stderr=output)
     try:
         wait_for(run, 0, '"outer_step": 3, "committed": true')
         wait_for(run, 1, '"event": "checkpoint"')
@@ -226,16 +226,20 @@ def test_killed_island_is_survived_and_comes_back(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         wait_for(run, 0, '"event": "alone"')
         facts = json.loads((run / "run.json").read_text())
-        again = [*command("island", path, run, "--steps", "100000"), "--island", "1", "--resume"]
+        again = [*command("island", path, run), "--island", "1", "--resume"]
         back = subprocess.Popen([*again, "--lighthouse", facts["lighthouse"]], stdout=output, stderr=output)
         wait_for(run, 1, '"event": "heal"')
         wait_for(run, 0, '"event": "back"')
         newest = records(run, 0, "round")[-1]["outer_step"]
         wait_for(run, 0, f'"outer_step": {newest + 3}, "committed": true')
-        os.kill(job.pid, signal.SIGTERM)  # both finish their step and save
-        back.send_signal(signal.SIGTERM)
-        back.wait(60)
-        job.wait(60)
+        decay = [sys.executable, "-m", "megatron_wsd", "decay-now", str(run)]
+        ordered = [*decay, "--steps", "6", "--shape", "linear", "--data-mix", "late", "--wait", "120"]
+        done = subprocess.run(ordered, capture_output=True, text=True, timeout=180)
+        assert "Agreed by all islands at step" in done.stdout, done.stdout + done.stderr
+        twice = subprocess.run(ordered, capture_output=True, text=True, timeout=60)
+        assert twice.returncode == 2 and "--cancel" in twice.stderr
+        assert back.wait(120) == 0  # the run ends with its decay
+        job.wait(120)
     finally:
         job.kill()
         for island in range(2):
@@ -259,5 +263,21 @@ def test_killed_island_is_survived_and_comes_back(tmp_path: Path) -> None:
             assert survivor[n]["digest"] == returned[n]["digest"]
             assert survivor[n]["step"] == returned[n]["step"]
     assert any(r["islands"] == [0] for r in survivor.values())
+    assert max(survivor) == max(returned)
+
+    # The decay was begun by command, at one step on both, and both followed one schedule to its end.
+    begins = {i: [e["step"] for e in records(run, i, "event") if e["event"] == "order"] for i in range(2)}
+    assert begins[0] == begins[1] and len(begins[0]) == 1
+    start = begins[0][0]
+    rates = [{r["step"]: r["lr"] for r in records(run, i, "step")} for i in range(2)]
+    assert max(rates[0]) == max(rates[1]) == start + 6
+    assert all(rates[1][step] == rates[0][step] for step in rates[1] if step > start)
+    peak = rates[0][start]
+    decayed = [rates[0][start + k] for k in range(1, 7)]
+    assert decayed == pytest.approx([peak * (1 - k / 6) for k in range(6)], rel=1e-12)
+    for island in range(2):
+        mixes = [e for e in records(run, island, "event") if e["event"] == "mix"]
+        assert [(e["step"], "'late'" in e["message"]) for e in mixes] == [(start, True)]
+        assert records(run, island, "event")[-1]["event"] == "finish"
     for island in range(2):
         assert not ranks_of(run, island)

@@ -21,7 +21,13 @@ STYLES: list[dict[str, Any]] = [
 
 def build(cls: type[Upstream], style: dict[str, Any], warmup: float, wd_style: str) -> Upstream:
     # rates that are not dyadic, so that an expression in another order would show
-    groups = [{}, {"max_lr": 1.7e-4, "min_lr": 1.3e-6}, {"wd_mult": 0.0, "max_lr": 3e-5, "min_lr": 3e-5}]
+    # and one with min + (max - min) != max, since upstream's stable rate is the former
+    groups = [
+        {},
+        {"max_lr": 1.7e-4, "min_lr": 1.3e-6},
+        {"max_lr": 2.4e-4},
+        {"wd_mult": 0.0, "max_lr": 3e-5, "min_lr": 3e-5},
+    ]
     end_wd = 0.1 if wd_style == "constant" else 0.3
     return cls(
         SimpleNamespace(param_groups=groups),

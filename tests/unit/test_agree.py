@@ -89,6 +89,13 @@ def test_staleness_is_measured_from_the_base() -> None:
     assert decision.staleness == (0, 3)
 
 
+def test_lowest_leader_with_an_order_proposes_it() -> None:
+    assert decide([report(0), report(1)]).proposer is None
+    assert decide([report(2, order=7), report(0), report(1, order=9)]).proposer == 1
+    behind = report(0, outer_step=3, order=5)
+    assert decide([behind, report(1)]).proposer is None, "who must be healed first cannot order"
+
+
 def test_torn_island_never_leads() -> None:
     decision = decide([report(0, outer_step=-1, digest=1), report(1, outer_step=0, contributes=0)])
     assert decision.source == 1 and decision.healed == (0,)
@@ -183,4 +190,5 @@ def test_outer_rate_follows_the_decay_and_the_share(
         "megatron_wsd": {"outer": {"optimizer": optimizer}},
     }
     reports = [report(i, inner_step=inner_step, contributes=int(i < contributors)) for i in range(2)]
-    assert rate_scale(parse_config(raw), decide(reports)) == pytest.approx(expected, rel=1e-12)
+    config = parse_config(raw)
+    assert rate_scale(config.outer, config.schedule, decide(reports)) == pytest.approx(expected, rel=1e-12)

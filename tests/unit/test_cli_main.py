@@ -145,14 +145,15 @@ def test_the_configs_that_are_shipped_load_and_dry_run(
     assert text.replace("'", "").count("launch/train.py --config") == islands  # quoted if there is a space
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, config: Path) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "island_0").mkdir()
     records = [{"kind": "step", "time": 1, "step": 1, "loss": 1, "lr": 1, "phase": "stable", "tokens": 1}]
     (tmp_path / "run" / "island_0" / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")
-    temporary = tmp_path / "run" / f".summary.json.{os.getpid()}.tmp"
+    monkeypatch.setattr("megatron_wsd.files.secrets.token_hex", lambda n: "x")
+    temporary = tmp_path / "run" / ".summary.json.x.tmp"
     temporary.symlink_to("/dev/full")
     code, text = run("report", tmp_path / "run")
     assert code == 2

@@ -87,7 +87,7 @@ def test_7b_arithmetic_is_what_its_page_says() -> None:
         ("megatron_wsd/data/mixes/decay", {"hihg_quality": 1.0}, ["hihg_quality", "'high_quality'"]),
         ("megatron_wsd/data/mixes/decay", {"broad": 0.0}, ["decay.broad", "above 0"]),
         ("megatron_wsd/data/mixes", {"decay": {"broad": 1.0}}, ["mixes", '"stable"']),
-        ("megatron_wsd/data/mixes/anneal", {"broad": 1.0}, ["mixes", "anneal"]),
+        ("megatron_wsd/data/mixes/code", {}, ["mixes.code", "at least one"]),
         ("megatron_wsd/islands", {"min_islands": 3}, ["min_islands", "islands.count = 2"]),
         ("megatron_wsd/islands", {"join_timeout_s": 1.0}, ["join_timeout_s", "heartbeat_timeout_s = 5"]),
         ("optimizer/type", "OneBitAdam", ["optimizer.type", "OneBitAdam"]),
@@ -182,3 +182,13 @@ def test_every_key_is_documented() -> None:
         )
         for key in block.model_fields:
             assert f"`{key}`" in page or f"`{name}.{key}`" in page, f"{name}.{key}"
+
+
+def test_lengths_in_tokens_become_steps_of_all_islands() -> None:
+    raw = changed(
+        "scheduler/params", {"warmup_steps": "1000 samples", "decay_start": 99, "decay_steps": "20480 tokens"}
+    )
+    config = parse_config(raw, islands=2, ranks=2)  # a step is 16 sequences of 128 tokens
+    assert config.schedule is not None
+    assert (config.schedule.warmup_steps, config.schedule.decays[0].length) == (63, 10)
+    assert config.resolved()["scheduler"]["params"]["decay_steps"] == 10

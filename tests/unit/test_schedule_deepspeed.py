@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,7 +149,7 @@ def test_impossible_position_refused_and_nothing_changed(n: Any) -> None:
     assert (scheduler.num_updates, rates(scheduler.optimizer)) == (3, [0.75])
 
 
-def take_model_step(engine: Engine) -> None:
+def take_model_step(engine: Engine, lr_kwargs: dict[str, Any] | None = None) -> None:
     """The engine's own ``_take_model_step``, with the rest of an engine held still."""
     engine.gradient_clipping = lambda: 0.0
     engine.torch_autocast_z0_gradscaler = None
@@ -160,7 +162,7 @@ def take_model_step(engine: Engine) -> None:
     engine.global_steps = engine.global_samples = engine.skipped_steps = 0
     engine.global_rank = 0
     engine.tput_timer = engine.monitor = None
-    DeepSpeedEngine._take_model_step(engine, None)
+    DeepSpeedEngine._take_model_step(engine, lr_kwargs)
 
 
 def test_the_engine_steps_it_once_per_update_and_not_on_overflow() -> None:
@@ -174,11 +176,127 @@ def test_the_engine_steps_it_once_per_update_and_not_on_overflow() -> None:
 
 def test_a_genuine_type_error_is_not_turned_into_a_jump() -> None:
     engine = Engine(make_optimizer(1.0), PARAMS)
-    engine.lr_scheduler.peaks = [None]  # breaks the multiplication inside step()
+    broken = replace(engine.lr_scheduler._plan, peaks=(None,))  # breaks the multiplication inside step()
+    engine.lr_scheduler._plan = broken
     with pytest.raises(ScheduleError, match="counts optimizer updates, got 32") as caught:
         take_model_step(engine)
     assert isinstance(caught.value.__context__, TypeError)
     assert engine.lr_scheduler.num_updates == 0
+
+
+# ---- units ----
+
+TOKENS = {"warmup_steps": "4000 tokens", "decay_start": "8e3 tokens", "decay_steps": "4000 tokens"}
+
+
+def test_a_schedule_in_tokens_moves_by_what_an_update_takes() -> None:
+    optimizer = make_optimizer(1.0)
+    scheduler = WSD(optimizer, **TOKENS, decay_shape="linear")
+    for increment, rate in ((1000, 0.25), (500, 0.375), (7500, 0.75), (5000, 0.0)):  # as the batch grows
+        scheduler.step(increment=increment)
+        assert rates(optimizer) == [pytest.approx(rate, rel=1e-15)]
+    assert scheduler.position == 14000
+    with pytest.raises(ScheduleError, match="Read position"):
+        _ = scheduler.num_updates
+
+
+def test_the_engine_hands_the_tokens_of_an_update_through() -> None:
+    engine = Engine(make_optimizer(1.0), TOKENS)
+    take_model_step(engine, {"increment": 1000})
+    assert engine.lr_scheduler.position == 1000
+    with pytest.raises(ScheduleError, match="counts optimizer updates, got 32") as caught:
+        take_model_step(engine, {"tokens": 1000})  # a misspelt argument is a TypeError, not a jump
+    assert isinstance(caught.value.__context__, TypeError)
+    assert engine.lr_scheduler.position == 1000
+
+
+def test_a_bare_step_needs_to_know_what_an_update_holds() -> None:
+    scheduler = WSD(make_optimizer(1.0), **TOKENS)
+    with pytest.raises(ScheduleError, match="increment: expected the tokens of this update, got nothing"):
+        scheduler.step()
+    scheduler = WSD(make_optimizer(1.0), **TOKENS, samples_per_step=4, tokens_per_sample=250)
+    scheduler.step()
+    assert scheduler.position == 1000
+    with pytest.raises(ScheduleError, match="this schedule counts updates"):
+        WSD(make_optimizer(1.0), **PARAMS).step(increment=3)
+
+
+# ---- minimums, decisions, overrides ----
+
+
+def test_each_group_has_a_minimum_of_its_own_through_every_save_and_load() -> None:
+    def build() -> WSD:
+        params = {"warmup_steps": 0, "decay_start": 10, "decay_steps": 10, "decay_shape": "geometric"}
+        return WSD(
+            make_optimizer(1.0, 2.0, 0.0), **params, max_lr=[1e-2, 1e-3, 0.0], min_lr=[1e-4, 5e-4, 0.0]
+        )
+
+    scheduler = build()
+    scheduler.set_position(15)
+    expected = [1e-3, (1e-3 * 5e-4) ** 0.5, 0.0]
+    assert scheduler.get_lr() == pytest.approx(expected, rel=1e-13)
+    resumed = build()
+    resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert resumed.get_lr() == rates(resumed.optimizer) == scheduler.get_lr()
+    resumed.set_position(20)
+    assert rates(resumed.optimizer) == [1e-4, 5e-4, 0.0]
+
+
+def test_minimum_above_the_peak_of_a_group_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"at most 0\.0001, the peak of param group 1"):
+        WSD(make_optimizer(1e-2, 1e-4), decay_start=1, decay_steps=1, min_lr=1e-3)
+    with pytest.raises(ScheduleError, match="2 for as many param groups"):
+        WSD(make_optimizer(1e-2, 1e-4), decay_start=1, decay_steps=1, min_lr=[1e-3])
+
+
+def test_begin_decay_on_a_running_front() -> None:
+    optimizer = make_optimizer(1.0, 0.5)
+    scheduler = WSD(optimizer, warmup_steps=4)
+    scheduler.set_position(10)
+    schedule = scheduler.begin_decay(4, shape="linear", min_lr_ratio=[0.0, 0.5])
+    assert schedule is scheduler.schedule and schedule.end == 14
+    assert rates(optimizer) == [1.0, 0.5]
+    scheduler.step()
+    scheduler.step()
+    assert rates(optimizer) == [0.5, 0.375]
+    before = scheduler.state_dict()
+    with pytest.raises(ScheduleError, match="running"):
+        scheduler.begin_decay(4)
+    with pytest.raises(ScheduleError, match="has begun"):
+        scheduler.cancel_decay()
+    assert scheduler.state_dict() == before
+
+    resumed = WSD(make_optimizer(1.0, 0.5), warmup_steps=4)  # the config knows nothing of it
+    resumed.load_state_dict(json.loads(json.dumps(before)))
+    assert rates(resumed.optimizer) == [0.5, 0.375]
+    assert resumed.schedule.history() == scheduler.schedule.history()
+    assert resumed.state_dict() == before
+
+
+def test_lengths_of_a_decision_may_name_their_unit() -> None:
+    scheduler = WSD(make_optimizer(1.0), warmup_steps=4, samples_per_step=8, tokens_per_sample=100)
+    scheduler.set_position(10)
+    assert scheduler.begin_decay("7900 tokens", start="160 samples").end == 30  # 9.9 updates are ten
+    in_tokens = WSD(make_optimizer(1.0), warmup_steps="4000 tokens")
+    in_tokens.set_position(5000)
+    with pytest.raises(ScheduleError, match=r"decay_steps: expected a length in tokens, .* got 10 steps"):
+        in_tokens.begin_decay("10 steps")
+    assert in_tokens.begin_decay(1000).end == 6000
+
+
+def test_override_on_load_changes_one_field_and_records_it() -> None:
+    scheduler = WSD(make_optimizer(1.0), **PARAMS)
+    scheduler.set_position(6)
+    state = scheduler.state_dict()
+    for params in (PARAMS, PARAMS | {"min_lr_ratio": 0.5}):  # the config may or may not say it already
+        resumed = WSD(make_optimizer(1.0), **params)
+        resumed.load_state_dict(state, overrides={"min_lr_ratio": 0.5})
+        resumed.set_position(12)
+        assert rates(resumed.optimizer) == [0.5]
+        (change,) = resumed.schedule.changes
+        assert (change.at, change.field, change.old, change.new) == (6, "min_lr_ratio", 0.1, 0.5)
+    with pytest.raises(ScheduleError, match="override these fields by name"):
+        resumed.load_state_dict(state)  # it says 0.5, the state 0.1, and nothing says which
 
 
 def test_state_of_another_schedule_refused_with_a_table() -> None:

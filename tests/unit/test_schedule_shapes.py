@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+
 import pytest
 
 from megatron_wsd.errors import ScheduleError
-from megatron_wsd.schedule import ALIASES, SHAPES
+from megatron_wsd.schedule import ALIASES, SHAPES, Decay, Schedule, register_shape
 from megatron_wsd.schedule.shapes import find_shape
 
 
@@ -14,7 +17,10 @@ def test_names() -> None:
         "linear",
         "cosine",
         "one_minus_sqrt",
+        "one_minus_square",
+        "polynomial",
         "geometric",
+        "inverse",
         "inverse_sqrt",
         "megatron_exponential",
     }
@@ -42,7 +48,9 @@ def test_unknown_name_suggests_the_nearest(name: str, suggestion: str) -> None:
 
 @pytest.mark.parametrize("name", [None, 3, ["linear"], ""])
 def test_not_a_name(name: object) -> None:
-    with pytest.raises(ScheduleError, match="Known: cosine, exponential"):
+    with pytest.raises(
+        ScheduleError, match=r"Known: cosine, exponential.* comes first through .*register_shape"
+    ):
         find_shape(name)
 
 
@@ -60,3 +68,79 @@ def test_geometric_falls_by_the_same_factor_in_every_step() -> None:
 def test_inverse_sqrt_grows_one_over_the_square_evenly() -> None:
     rates = [0.1 + 0.9 * SHAPES["inverse_sqrt"](step / 3, 0.1) for step in range(4)]
     assert [rate**-2 for rate in rates] == pytest.approx([1.0, 34.0, 67.0, 100.0], rel=1e-13)
+
+
+def test_inverse_grows_one_over_the_rate_evenly() -> None:
+    rates = [0.1 + 0.9 * SHAPES["inverse"](step / 3, 0.1) for step in range(4)]
+    assert [1 / rate for rate in rates] == pytest.approx([1.0, 4.0, 7.0, 10.0], rel=1e-14)
+
+
+def test_polynomial_wants_its_power_and_the_others_none() -> None:
+    half = [Decay(0, 2, "polynomial", 0.0, power=power).weight(1) for power in (1, 2, 0.5)]
+    assert half == [0.5, 0.25, 0.5**0.5]
+    for power, text in ((None, "got nothing"), (0, "above 0"), (-1.0, "at least 0"), ("2", "got 2")):
+        with pytest.raises(ScheduleError, match=text) as caught:
+            Decay(0, 2, "polynomial", 0.0, power=power)  # type: ignore[arg-type]
+        assert caught.value.field == "decay_power"
+    with pytest.raises(ScheduleError, match="It belongs to polynomial"):
+        Decay(0, 2, "linear", 0.0, power=2.0)
+
+
+@pytest.fixture
+def own_shapes() -> Iterator[None]:
+    before = dict(SHAPES)
+    yield
+    SHAPES.clear()
+    SHAPES.update(before)
+
+
+def cubic(x: float, _: float) -> float:
+    return (1.0 - x) ** 3
+
+
+def quartic(x: float, _: float) -> float:
+    return (1.0 - x) ** 4
+
+
+@pytest.mark.usefixtures("own_shapes")
+def test_a_registered_function_is_a_shape() -> None:
+    for _ in range(2):  # repeating it is harmless
+        register_shape("cubic", cubic)
+    schedule = Schedule(0).with_decay(10, 10, "cubic", 0.2)
+    assert schedule.factor(15) == pytest.approx(0.2 + 0.8 * 0.125, rel=1e-15)
+    assert (schedule.factor(10), schedule.factor(20)) == (1.0, 0.2)
+
+
+@pytest.mark.usefixtures("own_shapes")
+def test_a_resume_needs_the_same_function_under_the_same_name() -> None:
+    register_shape("cubic", cubic)
+    state = json.loads(json.dumps(Schedule(0).with_decay(10, 10, "cubic", 0.2).state_dict()))
+    assert Schedule.from_state(state).factor(15) == Schedule(0).with_decay(10, 10, "cubic", 0.2).factor(15)
+    del SHAPES["cubic"]
+    with pytest.raises(ScheduleError, match=r"got cubic\..*register_shape"):
+        Schedule.from_state(state)
+    register_shape("cubic", quartic)
+    with pytest.raises(ScheduleError, match="the function of the saved run"):
+        Schedule.from_state(state)
+
+
+@pytest.mark.usefixtures("own_shapes")
+@pytest.mark.parametrize(
+    "name,formula,text",
+    [
+        ("linear", cubic, "a name that is free"),
+        ("sqrt", cubic, "a name that is free"),
+        ("Cubic", cubic, "lower-case letters"),
+        ("up", lambda x, r: x, "falls from 1"),
+        ("late", lambda x, r: 1.0 - 0.5 * x, "0.5 at 1"),
+        ("bump", lambda x, r: 1.0 - x + 0.5 * (0.4 < x < 0.6), "never rises"),
+        ("nothing", lambda x, r: float("nan"), "nan"),
+    ],
+)
+def test_functions_that_are_no_shape_refused(
+    name: str, formula: Callable[[float, float], float], text: str
+) -> None:
+    known = dict(SHAPES)
+    with pytest.raises(ScheduleError, match=text):
+        register_shape(name, formula)
+    assert known == SHAPES

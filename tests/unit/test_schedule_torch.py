@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wsd.errors import ScheduleError
-from megatron_wsd.schedule import WarmupStableDecayLR
+from megatron_wsd.schedule import Schedule, WarmupStableDecayLR
 
 
 def make_optimizer(*peaks: Any) -> torch.optim.Optimizer:
@@ -75,6 +75,49 @@ def test_open_horizon() -> None:
     scheduler = WarmupStableDecayLR(make_optimizer(1.0), 2, None, None)
     advance(scheduler, 500)
     assert scheduler.get_last_lr() == [1.0] and scheduler.phase == "stable"
+
+
+def test_decay_on_command() -> None:
+    scheduler = WarmupStableDecayLR(make_optimizer(1.0, 0.5), 2, None, None)
+    advance(scheduler, 10)
+    scheduler.begin_decay(4, start=12, shape="linear", min_lr_ratio=0.5)
+    with pytest.raises(ScheduleError, match="planned"):
+        scheduler.begin_decay(4)
+    scheduler.cancel_decay()
+    scheduler.begin_decay(4, shape="linear", then="stable")
+    seen = []
+    for _ in range(6):
+        seen.append(scheduler.optimizer.param_groups[0]["lr"])
+        advance(scheduler, 1)
+    assert seen == [1.0, 0.75, 0.5, 0.25, 1.0, 1.0]
+    resumed = WarmupStableDecayLR(make_optimizer(1.0, 0.5), 2, None, None)
+    resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert resumed.state_dict() == scheduler.state_dict()
+    told = [entry["decision"] for entry in resumed.schedule.history()]
+    assert told == ["begin_decay", "cancel_decay", "begin_decay"]
+
+
+def test_any_schedule_in_steps() -> None:
+    cycles = Schedule(0).with_decay(2, 2, "linear", then="stable").with_decay(6, 2, "linear")
+    scheduler = WarmupStableDecayLR.from_schedule(make_optimizer(2.0), cycles)
+    seen = []
+    for _ in range(9):
+        seen.append(scheduler.optimizer.param_groups[0]["lr"])
+        advance(scheduler, 1)
+    assert seen == [2.0, 2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 1.0, 0.0]
+    for schedule in (Schedule(0, unit="tokens"), Schedule(0).with_decay(1, 1, min_lr=0.0)):
+        with pytest.raises(ScheduleError, match="Use WSD"):
+            WarmupStableDecayLR.from_schedule(make_optimizer(2.0), schedule)
+
+
+def test_override_of_the_peak() -> None:
+    scheduler = WarmupStableDecayLR(make_optimizer(1.0, 0.5), 2, None, None)
+    advance(scheduler, 10)
+    resumed = WarmupStableDecayLR(make_optimizer(1.0, 0.5), 2, None, None)
+    resumed.load_state_dict(scheduler.state_dict(), overrides={"max_lr": [0.25, 0.125]})
+    assert resumed.get_last_lr() == resumed.base_lrs == [0.25, 0.125]
+    advance(resumed, 1)
+    assert resumed.get_last_lr() == [0.25, 0.125]
 
 
 def test_chained_resume_with_last_epoch() -> None:

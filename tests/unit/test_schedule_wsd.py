@@ -171,13 +171,17 @@ def broken(**changes: Any) -> dict[str, Any]:
     [
         None,
         {},
-        broken(version=2),
+        broken(version=3),
         broken(version=...),
+        broken(unit=...),
+        broken(unit="epochs"),
+        broken(cancelled=...),
+        broken(changes=[{"at": 3}]),
         broken(warmup_steps=...),
         broken(decays=...),
         broken(decays=3),
         broken(decays=[{"start": 90}]),
-        broken(decays=[RUN.decays[0].state_dict() | {"power": 2}]),
+        broken(decays=[RUN.decays[0].state_dict() | {"speed": 2}]),
         broken(peak=1.0),
     ],
     ids=str,
@@ -185,4 +189,141 @@ def broken(**changes: Any) -> dict[str, Any]:
 def test_state_refused(state: Any) -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule.from_state(state)
-    assert caught.value.field == "schedule state"
+    assert caught.value.field in ("schedule state", "unit")
+
+
+def test_a_state_of_version_1_loads() -> None:
+    decay = {"start": 90, "length": 10, "shape": "linear", "min_lr_ratio": 0.1}
+    state = {"version": 1, "warmup_steps": 10, "warmup_init_ratio": 0.0, "decays": [decay]}
+    assert Schedule.from_state(state) == RUN
+
+
+# ---- cycles (WSD-S) ----
+
+CYCLES = Schedule(4).with_decay(10, 4, "linear", 0.2, then="stable", rewarmup=2).with_decay(20, 4, "linear")
+
+
+def test_after_a_decay_back_to_stable() -> None:
+    rates = [CYCLES.factor(n) for n in range(10, 25)]
+    down, up = [1.0, 0.8, 0.6, 0.4], [0.2, 0.6]
+    assert rates == pytest.approx([*down, *up, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0], rel=1e-14)
+    phases = [CYCLES.phase(n) for n in (9, 10, 13, 14, 15, 16, 19, 20, 24)]
+    expected = ["stable", "decay", "decay", "warmup", "warmup", "stable", "stable", "decay", "done"]
+    assert phases == expected
+    assert CYCLES.end == 24
+
+
+def test_back_to_stable_at_once_and_for_good() -> None:
+    schedule = Schedule(0).with_decay(2, 2, "linear", then="stable")
+    assert [schedule.factor(n) for n in range(6)] == [1.0, 1.0, 1.0, 0.5, 1.0, 1.0]
+    assert schedule.end is None and schedule.phase(10**6) == "stable"
+
+
+def test_back_to_stable_is_back_to_the_peak_from_wherever_the_decay_began() -> None:
+    schedule = Schedule(0).with_decay(2, 2, "linear", 0.5).with_decay(6, 2, "linear", 0.1, then="stable")
+    assert [schedule.factor(n) for n in (5, 6, 8, 20)] == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_cycles_refused() -> None:
+    with pytest.raises(ScheduleError, match="at least 16, where the decay from 10 ends"):
+        Schedule(4).with_decay(10, 4, then="stable", rewarmup=2).with_decay(15, 4)
+    with pytest.raises(ScheduleError, match="rewarmup_steps: expected none") as caught:
+        Decay(10, 4, rewarmup=2)
+    assert "stable" in caught.value.remedy
+    with pytest.raises(ScheduleError, match="then"):
+        Decay(10, 4, then="again")  # type: ignore[arg-type]
+
+
+# ---- decided while running ----
+
+
+def test_begin_decay_keeps_the_past_and_says_when_it_was_decided() -> None:
+    stable = Schedule(10)
+    schedule = stable.begin_decay(50, 20, shape="linear", min_lr_ratio=0.5)
+    assert all(schedule.factor(n) == stable.factor(n) for n in range(51))
+    assert (schedule.factor(60), schedule.factor(70), schedule.end) == (0.75, 0.5, 70)
+    assert schedule.decays == (Decay(50, 20, "linear", 0.5, decided_at=50),)
+    assert schedule.configured() == stable
+    assert stable.begin_decay(50, 20, start=60).end == 80
+
+
+@pytest.mark.parametrize("now,word", [(0, "planned"), (60, "planned"), (61, "running"), (79, "running")])
+def test_asking_twice_is_refused_not_stacked(now: int, word: str) -> None:
+    schedule = Schedule(0).begin_decay(0, 20, start=60, min_lr_ratio=0.5)
+    with pytest.raises(ScheduleError, match=f"one from 60 to 80, {word}") as caught:
+        schedule.begin_decay(now, 5)
+    assert caught.value.field == "begin_decay"
+
+
+def test_a_configured_decay_ahead_is_in_the_way_until_it_is_cancelled() -> None:
+    with pytest.raises(ScheduleError, match="Cancel the planned one first"):
+        RUN.begin_decay(50, 10)
+    schedule = RUN.cancel_decay(50).begin_decay(50, 10)
+    assert schedule.end == 60
+    assert schedule.configured() == RUN  # what the config says is still known
+
+
+def test_a_decay_may_follow_one_that_is_over() -> None:
+    first = Schedule(0).begin_decay(0, 10, min_lr_ratio=0.5, then="stable")
+    assert first.begin_decay(10, 10).end == 20
+    stopped = Schedule(0).begin_decay(0, 10, min_lr_ratio=0.5)
+    assert stopped.begin_decay(10, 10, min_lr_ratio=0.1).factor(20) == 0.1
+
+
+@pytest.mark.parametrize(
+    "now,arguments,field",
+    [
+        (50, {"length": 10, "start": 49}, "decay_start"),
+        (5, {"length": 10}, "decay_start"),  # in the warm-up
+        (50, {"length": 0}, "decay_steps"),
+        (50, {"length": -3}, "decay_steps"),
+        (50, {"length": 10, "shape": "geometric"}, "min_lr_ratio"),
+        (50, {"length": 10, "shape": "linnear"}, "decay_shape"),
+        (50, {"length": 10, "min_lr_ratio": 1.5}, "min_lr_ratio"),
+        (-1, {"length": 10}, "now"),
+        (5.0, {"length": 10}, "now"),
+    ],
+)
+def test_begin_decay_refused(now: Any, arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        Schedule(10).begin_decay(now, **arguments)
+    assert caught.value.field == field
+
+
+def test_cancel_before_it_begins_and_not_after() -> None:
+    schedule = Schedule(0).begin_decay(40, 10, start=50)
+    for now in (40, 50):  # at its start the rate is the full one still
+        cancelled = schedule.cancel_decay(now)
+        assert cancelled.end is None and cancelled.factor(60) == 1.0
+    with pytest.raises(ScheduleError, match="the decay from 50 has begun"):
+        schedule.cancel_decay(51)
+    with pytest.raises(ScheduleError, match="none is planned"):
+        Schedule(0).cancel_decay(3)
+
+
+def test_cancel_takes_all_that_lie_ahead_and_leaves_the_running_one() -> None:
+    schedule = CYCLES.cancel_decay(12)
+    assert [decay.start for decay in schedule.decays] == [10]
+    assert schedule.end is None
+    assert [decay.start for decay in CYCLES.cancel_decay(5).cancelled] == [10, 20]
+
+
+def test_history_is_in_order_and_survives_the_state() -> None:
+    schedule = Schedule(0)
+    for now in (5, 5, 9):  # begun and withdrawn three times, twice at the same update
+        schedule = schedule.begin_decay(now, 10, start=20, min_lr_ratio=0.5).cancel_decay(now)
+    schedule = schedule.begin_decay(9, 10)
+    told = [(entry["at"], entry["decision"]) for entry in schedule.history()]
+    pair = ["begin_decay", "cancel_decay"]
+    assert told == [(5, word) for word in pair * 2] + [(9, word) for word in [*pair, "begin_decay"]]
+    again = Schedule.from_state(json.loads(json.dumps(schedule.state_dict())))
+    assert again == schedule and again.history() == schedule.history()
+    assert json.loads(json.dumps(schedule.history())) == schedule.history()
+
+
+def test_absolute_minimum_is_met_exactly() -> None:
+    peak, low = 3e-4, 1.1e-5
+    schedule = Schedule(0).with_decay(10, 10, "linear", low / peak, min_lr=low)
+    assert [schedule.rate(n, peak) for n in (0, 10, 20, 30)] == [peak, peak, low, low]
+    assert schedule.rate(15, peak) == pytest.approx((peak + low) / 2, rel=1e-15)
+    assert Schedule(0).with_decay(1, 1, "linear", 1.0, min_lr=0.0).rate(5, 0.0) == 0.0

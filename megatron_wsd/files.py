@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,16 @@ def replace_file(part: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
-def write_json(target: Path, content: Any) -> None:
-    """Write json to a temporary name, flush it, rename it."""
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    replace_file(part, target)
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Write ``value`` as json so that a reader, another writer or a crash never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with temporary.open("w") as file:
+            json.dump(value, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

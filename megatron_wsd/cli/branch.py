@@ -1,0 +1,110 @@
+"""``megatron-wsd branch`` and ``lineage``: decays of their own off a stable checkpoint, and their tree."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_wsd.cli.decay_now import Then
+from megatron_wsd.config import load_config
+from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.errors import ConfigError
+from megatron_wsd.rundir import RunDir
+
+
+def branch(
+    parent: Annotated[str, typer.Argument(metavar="PARENT[@STEP]", help="Run folder, and a step of it.")],
+    name: Annotated[str, typer.Option(help="Name of the branch.")],
+    decay_steps: Annotated[int, typer.Option(help="Length of its decay in inner steps.")],
+    shape: Annotated[str, typer.Option(help="Shape of its decay.")] = "one_minus_sqrt",
+    min_lr_ratio: Annotated[float, typer.Option(help="Rate at its end, of the peak.")] = 0.0,
+    data_mix: Annotated[str | None, typer.Option(help="Mix of data.mixes.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Its folder; default: beside the parent's.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The parent's json with more corpora and mixes.")
+    ] = None,
+    then: Annotated[Then, typer.Option(help="After it: stop, or go back to the stable phase.")] = Then.stop,
+    force: Annotated[bool, typer.Option("--force", help="Also off a checkpoint that has decayed.")] = False,
+) -> None:
+    """Make a run that begins from a stable checkpoint of another, with a decay and data of its own."""
+    from megatron_wsd.lineage import make_branch, same_but_for_data
+
+    path, _, at = parent.rpartition("@") if "@" in parent else (parent, "", "")
+    if at and not at.isdigit():
+        raise ConfigError("PARENT[@STEP]", "a number of inner steps after @", at)
+    run = RunDir(Path(path).absolute())
+    if not run.run_json.is_file():
+        raise ConfigError("PARENT", "a run folder", f"{path}, which is none", "Check the path.")
+    if not name or "/" in name or name.startswith("."):
+        raise ConfigError("--name", "a name that can be a file's", name)
+    own = same_but_for_data(run, config) if config else load_config(run.config_json)
+    if data_mix is not None and data_mix not in own.data.mixes:
+        raise ConfigError(
+            "--data-mix",
+            f"one of {sorted(own.data.mixes)}, as in data.mixes",
+            data_mix,
+            "Give a --config that adds the mix, and its corpora, to the parent's config.json.",
+        )
+    order = Order(
+        length=decay_steps,
+        shape=shape,
+        min_lr_ratio=min_lr_ratio,
+        data_mix=data_mix,
+        then=then.value,
+        nonce=secrets.token_hex(8),
+    )
+    child = run_dir or run.path.with_name(f"{run.path.name}-{name}")
+    made, step = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
+    typer.echo(f"{made.path} branches off {run.path} at step {step}. Train it:")
+    words = [sys.executable, "-m", "megatron_wsd", "launch", "--config", str(made.config_json)]
+    typer.echo("  " + shlex.join([*words, "--run-dir", str(made.path), "--resume"]))
+
+
+def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.")]) -> None:
+    """Draw the tree of a run and its branches, with steps, tokens, phases and final losses."""
+    from rich.console import Console
+    from rich.tree import Tree
+
+    from megatron_wsd.lineage import children, root_of
+    from megatron_wsd.report import has_steps, summarise
+
+    def label(run: RunDir, name: str, origin: str) -> str:
+        mark = " [bold]<[/bold]" if run.path == run_dir.absolute() else ""
+        if not run.run_json.is_file():
+            return f"{name}{origin}: [red]{run.path} is gone[/red]"
+        if not has_steps(run.path):
+            return f"{name}{origin}: not trained yet{mark}"
+        found = summarise(run.path)
+        phases = ", ".join(f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in found["phases"])
+        losses = ", ".join(f"{corpus} {a['loss']:.3f}" for corpus, a in sorted(found["anchor"].items()))
+        last = max(i["last_step"] for i in found["islands"])
+        lines = [f"{name}{origin}: step {last}, {found['tokens']:,} tokens{mark}", phases]
+        lines += [f"loss of the anchor: {losses}"] if losses else []
+        lines += [_told(entry) for entry in ControlFolder(run.path).accepted() if "refused" not in entry]
+        return "\n".join(lines)
+
+    def grow(tree: Tree, run: RunDir) -> None:
+        for name, step, path in children(run):
+            grow(tree.add(label(RunDir(path), name, f" @{step}")), RunDir(path))
+
+    run = RunDir(run_dir.absolute())
+    if not run.run_json.is_file():
+        raise ConfigError("RUN_DIR", "a run folder", f"{run_dir}, which is none", "Check the path.")
+    root = root_of(run)
+    tree = Tree(label(root, root.path.name, ""))
+    grow(tree, root)
+    Console().print(tree)
+
+
+def _told(entry: dict[str, Any]) -> str:
+    """One order in words."""
+    if entry["kind"] == "override":
+        return f"step {entry['step']}: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
+    if entry["kind"] == "cancel":
+        return f"step {entry['step']}: planned decay withdrawn"
+    return f"step {entry['step']}: decay of {entry['length']} steps, {entry['shape']}"

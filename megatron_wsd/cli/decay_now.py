@@ -1,0 +1,114 @@
+"""``megatron-wsd decay-now``: have a running job begin its decay, or withdraw a decay that has not begun."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_wsd.config import Config, load_config
+from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.errors import ConfigError
+from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule import Schedule
+
+
+class Then(str, Enum):
+    """What follows a decay."""
+
+    stop = "stop"
+    stable = "stable"
+
+
+def decay_now(
+    run_dir: Annotated[Path, typer.Argument(help="The run folder, as any island sees it.")],
+    steps: Annotated[int | None, typer.Option(help="Length of the decay in inner steps.")] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the decay.")] = "one_minus_sqrt",
+    min_lr_ratio: Annotated[float, typer.Option(help="Rate at its end, of the peak.")] = 0.0,
+    data_mix: Annotated[str | None, typer.Option(help="Mix of data.mixes from its first step on.")] = None,
+    at: Annotated[int | None, typer.Option(help="Begin at this step; default: as soon as all agree.")] = None,
+    then: Annotated[Then, typer.Option(help="After it: stop, or go back to the stable phase.")] = Then.stop,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw a decay that has not begun.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the islands to agree.")] = 0.0,
+) -> None:
+    """Make a running job begin its decay at a step that all its islands agree on."""
+    run = RunDir(run_dir)
+    if not run.run_json.is_file():
+        raise ConfigError("RUN_DIR", "a run folder", f"{run_dir}, which is none", "Check the path.")
+    config = load_config(run.config_json)
+    folder = ControlFolder(run_dir)
+    if cancel:
+        if steps is not None or at is not None:
+            raise ConfigError("--cancel", "no other option with it", "--steps or --at")
+        if folder.withdraw():
+            typer.echo("Withdrawn; no island had taken it yet.")
+            return
+        order = Order(kind="cancel", nonce=secrets.token_hex(8))
+    else:
+        order = _decay(config, folder, steps, shape, min_lr_ratio, data_mix, at, then)
+    folder.propose(order)
+    typer.echo("Proposed; the islands agree on it in their next outer round.")
+    _await(folder, order, wait)
+
+
+def _decay(
+    config: Config,
+    folder: ControlFolder,
+    steps: int | None,
+    shape: str,
+    min_lr_ratio: float,
+    data_mix: str | None,
+    at: int | None,
+    then: Then,
+) -> Order:
+    """The order, after everything that can be checked without the run."""
+    if steps is None:
+        raise ConfigError("--steps", "the length of the decay in inner steps", "nothing")
+    # Refuses a length, shape or minimum that no schedule takes.
+    Schedule(0).begin_decay(0, steps, shape=shape, min_lr_ratio=min_lr_ratio, then=then.value)
+    if data_mix is not None and data_mix not in config.data.mixes:
+        raise ConfigError("--data-mix", f"one of {sorted(config.data.mixes)}, as in data.mixes", data_mix)
+    for entry in folder.accepted():
+        if entry["kind"] == "decay" and entry["then"] == "stop" and "refused" not in entry:
+            began = entry["step"] if entry["at"] is None else entry["at"]
+            later = [e for e in folder.accepted() if e["kind"] == "cancel" and e["step"] >= entry["step"]]
+            if not any("refused" not in e for e in later):
+                raise ConfigError(
+                    "decay-now",
+                    "a run whose decay has not been ordered",
+                    f"one that decays over {entry['length']} steps from step {began}",
+                    "--cancel withdraws it before it begins; to decay otherwise, branch off a checkpoint.",
+                )
+    return Order(
+        length=steps,
+        shape=shape,
+        min_lr_ratio=min_lr_ratio,
+        data_mix=data_mix,
+        at=at,
+        then=then.value,
+        nonce=secrets.token_hex(8),
+    )
+
+
+def _await(folder: ControlFolder, order: Order, seconds: float) -> None:
+    """Wait until the order is settled, and tell how."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for entry in folder.accepted():
+            if entry["number"] == order.number:
+                if "refused" in entry:
+                    raise ConfigError("decay-now", "an order that the run can follow", entry["refused"])
+                typer.echo(f"Agreed by all islands at step {entry['step']}.")
+                return
+        time.sleep(0.2)
+    if seconds:
+        raise ConfigError(
+            "--wait",
+            f"an outer round within {seconds:g} s",
+            "none",
+            "The order still waits; --cancel withdraws it.",
+        )
