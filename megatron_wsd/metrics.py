@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,7 +12,9 @@ from typing import Any, TextIO
 
 def say(text: str) -> None:
     """One line for the console; `megatron-wsd island` passes on lines with this mark."""
-    print(f"megatron-wsd: {text}", flush=True)
+    # In one write: ranks share a pipe, and print writes the end of the line apart.
+    sys.stdout.write(f"megatron-wsd: {text}\n")
+    sys.stdout.flush()
 
 
 class Metrics:

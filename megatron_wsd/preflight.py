@@ -19,6 +19,10 @@ def check_trainer(config: Config) -> None:
     if config.schedule is None:
         got = config.deepspeed.get("scheduler", {}).get("type", "nothing")
         raise ConfigError("scheduler.type", '"WSD"', got, "The trainer follows the WSD schedule.")
+    if "type" not in config.deepspeed.get("optimizer", {}):
+        raise ConfigError("optimizer.type", '"AdamW", say', "nothing", "Name the inner optimizer.")
+    if config.deepspeed.get("fp16", {}).get("enabled"):
+        raise ConfigError("fp16.enabled", "bf16 or fp32", True, "Islands do not agree on loss scales.")
 
 
 def check_trainable(config: Config) -> None:

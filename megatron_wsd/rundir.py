@@ -72,6 +72,17 @@ def open_run(path: str | Path, config: Config, *, resume: bool) -> RunDir:
     """
     run = RunDir(Path(path).absolute())
     known = _check(run, config)
+    if is_held(run.path / "launch.lock"):
+        raise IslandError(
+            "launch", "no other process at it", f"one at {run.path}", "Wait for it to end, or end it."
+        )
+    if resume and not known:
+        raise ConfigError(
+            "--resume",
+            "a run to go on with",
+            f"{run.path}, which holds none",
+            "Check --run-dir, or leave --resume out to begin a new run there.",
+        )
     if known and not resume:
         raise ConfigError(
             "--run-dir",
@@ -184,7 +195,9 @@ def _write(
 ) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
     resolved = config.resolved()
-    if not run.config_json.exists() or json.loads(run.config_json.read_text()) != resolved:
+    # A run that is under way keeps the config it was started with, whatever an island brings along.
+    live = run.config_json.exists() and is_held(run.path / "launch.lock")
+    if not live and (not run.config_json.exists() or json.loads(run.config_json.read_text()) != resolved):
         write_json_atomic(run.config_json, resolved)
     if known is None:
         facts: dict[str, Any] = {

@@ -63,14 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{e}; nothing to save")
         status = 128 + signal.SIGTERM
     except MegatronWSDError as e:
-        print(f"megatron-wsd: error: island {island} rank {rank}: {e}", flush=True)
+        say(f"error: island {island} rank {rank}: {e}")
         if os.environ.get("MEGATRON_WSD_DEBUG"):
             traceback.print_exc()
         status = 2
     except OSError as e:
-        print(
-            f"megatron-wsd: error: island {island} rank {rank}: {e.filename or 'system'}: {e.strerror or e}"
-        )
+        say(f"error: island {island} rank {rank}: {e.filename or 'system'}: {e.strerror or e}")
         traceback.print_exc()
         status = 2
     except Exception:
@@ -99,8 +97,7 @@ class Trainer:
     def __init__(self, config: Config, run_dir: Path, steps: int | None, *, resume: bool) -> None:
         self.config, self.run_dir = config, run_dir
         self._stop_requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        self._validated = ("", -1)
         self._steps = steps
         check_trainer(config)
         self._setup(resume)
@@ -248,6 +245,9 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, or until asked to stop; leaves a complete checkpoint behind."""
+        # Only from here on is there anything to save: before, a signal ends the rank at once.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
         self.outer.meet()
         self._window = _Window()
         stopped = False
@@ -330,7 +330,8 @@ class Trainer:
         over = end is not None and self.outer.inner_step >= end and not stopped
         if over:
             self.outer.finish()
-            self._evaluate("anchor")
+            if self._validated != ("anchor", self.outer.inner_step):
+                self._evaluate("anchor")
         self._save()
         step = self.outer.inner_step
         if over:
@@ -367,6 +368,7 @@ class Trainer:
 
         config = self.config
         self.engine.eval()
+        self._validated = (target, self.outer.inner_step)
         for corpus in sorted(self.corpora.files):
             batches = self.held_out.batches(
                 corpus, config.log.eval_batches, config.micro_batch, self.ranks, self.rank

@@ -23,6 +23,9 @@ from megatron_wsd.errors import ConfigError
 _TRAIN = Path(megatron_wsd.__file__).resolve().parent.parent / "launch" / "train.py"
 
 
+_RANKS_PER_CORE = 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class Island:
     """What the flags of ``megatron-wsd island`` say, checked. Paths are absolute."""
@@ -58,6 +61,13 @@ class Island:
         if self.hostfile is None:
             if devices := visible_cuda_devices():
                 island_devices(0, self.ranks, devices)
+            elif self.ranks * self.islands > _RANKS_PER_CORE * cores():
+                raise ConfigError(
+                    "--ranks",
+                    f"at most {_RANKS_PER_CORE} ranks a core on a machine without GPUs, {cores()} cores here",
+                    f"{self.islands} islands x {self.ranks} ranks",
+                    "Take fewer, or a machine with GPUs.",
+                )
         elif shutil.which("pdsh") is None:
             raise ConfigError(
                 "--hostfile",

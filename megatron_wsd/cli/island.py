@@ -20,7 +20,7 @@ from megatron_wsd.cli.logs import HEADER, console_text
 from megatron_wsd.cli.machine import address_for, lighthouse_host_port
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
 from megatron_wsd.config import load_config
-from megatron_wsd.errors import IslandError, MegatronWSDError
+from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_trainable
 from megatron_wsd.rundir import RunDir, held, open_island
 
@@ -56,6 +56,8 @@ def island(
         script=script and script.absolute(),
         interface=interface,
     )
+    if master_port is not None and not 1 <= master_port <= 65535:
+        raise ConfigError("--master-port", "a port, 1 to 65535", master_port)
     port = master_port or free_port()
     if dry_run:
         typer.echo("\n".join(dry_lines(plan, port)))
@@ -63,6 +65,7 @@ def island(
     plan.check_machine()
     if script is None:
         check_trainable(loaded)
+    address_for(lighthouse, interface)
     command = plan.command(port)
     _await_lighthouse(lighthouse)
     run = open_island(run_dir, loaded, island=island, resume=resume)

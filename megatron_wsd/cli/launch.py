@@ -138,7 +138,10 @@ class _Watch:
                 self._note_end(island)
             if self._stop.count and not asked:
                 asked = True
-                say("launch", "stopping: the islands finish their step and save (again: end at once)")
+                what = "the islands finish their step and save"
+                if self._plans[0].script is not None:
+                    what = "the script is asked to end"
+                say("launch", f"stopping: {what} (again: end at once)")
                 self._end(running)
             if self._stop.count > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self.kill()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,22 @@ class Config:
     def resolved(self) -> dict[str, Any]:
         """The complete json: DeepSpeed's keys and every default of ours written out."""
         return {**self.deepspeed, BLOCK: self.block.model_dump(mode="json")}
+
+    def with_absolute_paths(self) -> Config:
+        """The same with relative paths of corpora and tokenizer taken from the current folder."""
+
+        def absolute(spec: str) -> str:
+            kind, colon, path = spec.partition(":")
+            if kind not in ("text", "hf"):
+                kind, colon, path = "", "", spec
+            return kind + colon + os.path.abspath(os.path.expanduser(path))
+
+        data = self.data
+        corpora = {k: v if v.startswith("builtin:") else absolute(v) for k, v in data.corpora.items()}
+        tokenizer = absolute(data.tokenizer) if data.tokenizer.startswith("hf:") else data.tokenizer
+        cache = data.cache_dir and absolute(data.cache_dir)
+        changed = data.model_copy(update={"corpora": corpora, "tokenizer": tokenizer, "cache_dir": cache})
+        return Config(self.block.model_copy(update={"data": changed}), self.deepspeed, self.schedule)
 
     def identity(self) -> dict[str, Any]:
         """Everything that must be equal between islands and over a resume.
@@ -129,7 +146,7 @@ def load_config(path: str | Path, *, islands: int | None = None, ranks: int | No
     except json.JSONDecodeError as e:
         where = f"{file}, line {e.lineno}, column {e.colno}"
         raise ConfigError("--config", "valid json", f"{e.msg} at {where}", "Mend the json there.") from None
-    return parse_config(raw, str(file), islands=islands, ranks=ranks)
+    return parse_config(raw, str(file), islands=islands, ranks=ranks).with_absolute_paths()
 
 
 def parse_config(
@@ -150,5 +167,6 @@ def parse_config(
     checks.check_data(block)
     assert block.islands.ranks is not None
     checks.resolve_batch(deepspeed, block.islands.ranks)
+    checks.check_numbers(deepspeed)
     checks.refuse_with_islands(deepspeed)
     return Config(block, deepspeed, checks.build_schedule(deepspeed, block))

@@ -10,7 +10,8 @@ BLOCK = "megatron_wsd"
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Strict: true is no number, and "10" is none either.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class IslandsConfig(_Block):
@@ -31,7 +32,7 @@ class OuterConfig(_Block):
 
     optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov"] = "cgad"
     lr: float = Field(2e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, ge=1e-20)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1, description="nesterov only")

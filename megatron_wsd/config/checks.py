@@ -129,6 +129,28 @@ def resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
     deepspeed.update(dict(zip(keys, (product, micro, accum), strict=True)))
 
 
+def check_numbers(deepspeed: dict[str, Any]) -> None:
+    """The numbers of the inner optimizer that DeepSpeed and torch would take or refuse only in the ranks."""
+    params = deepspeed.get("optimizer", {}).get("params", {})
+    if not isinstance(params, dict):
+        raise ConfigError("optimizer.params", "a json object", params)
+    bounds = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
+    wanted = [
+        (f"optimizer.params.{k}", params[k], low, high) for k, (low, high) in bounds.items() if k in params
+    ]
+    betas = params.get("betas", [])
+    if not isinstance(betas, list):
+        raise ConfigError("optimizer.params.betas", "two numbers in [0, 1)", betas)
+    wanted += [(f"optimizer.params.betas.{i}", b, 0.0, 1.0) for i, b in enumerate(betas)]
+    if "gradient_clipping" in deepspeed:
+        wanted.append(("gradient_clipping", deepspeed["gradient_clipping"], 0.0, math.inf))
+    for name, value, low, high in wanted:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and low <= value < high):
+            bound = "0 or more" if high == math.inf else f"in [{low:g}, {high:g})"
+            raise ConfigError(name, f"a finite number, {bound}", value)
+
+
 def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
     """DeepSpeed features that compress or re-shard what an island must hold exactly."""
     optimizer = deepspeed.get("optimizer", {})
@@ -183,15 +205,12 @@ def build_schedule(deepspeed: dict[str, Any], block: IslandJob) -> Schedule | No
     params = scheduler.get("params")
     if not isinstance(params, dict):
         raise ConfigError("scheduler.params", "an object, {} for a constant rate", params or "nothing")
-    assert block.islands.count is not None
-    batch = Batch(
-        samples_per_step=deepspeed["train_batch_size"] * block.islands.count,
-        tokens_per_sample=block.model.seq_length if block.model else None,
-    )
-    converted = {key: _in_steps(key, value, batch) for key, value in params.items()}
-    deepspeed["scheduler"] = {**scheduler, "params": converted}
-    optimizer = deepspeed.get("optimizer", {}).get("params", {})
-    return schedule_from_params(converted, peak=optimizer.get("lr"))
+    if block.model is not None:  # a script of the user's own knows its sequence length; we do not
+        assert block.islands.count is not None
+        batch = Batch(deepspeed["train_batch_size"] * block.islands.count, block.model.seq_length)
+        params = {key: _in_steps(key, value, batch) for key, value in params.items()}
+        deepspeed["scheduler"] = {**scheduler, "params": params}
+    return schedule_from_params(params, peak=deepspeed.get("optimizer", {}).get("params", {}).get("lr"))
 
 
 def _in_steps(key: str, value: Any, batch: Batch) -> Any:

@@ -119,6 +119,14 @@ class OuterLoop:
         self._seat: Membership | None = None
         self._steps_since_base = 0
         self._tokens_since_base = 0
+        scheduler: Any = getattr(engine, "lr_scheduler", None)
+        if isinstance(scheduler, WSD) and scheduler.schedule.unit != "steps":
+            raise ConfigError(
+                "scheduler.params",
+                "lengths in steps, which rounds count in",
+                f"a schedule in {scheduler.schedule.unit}",
+                "Divide by the batch of all islands.",
+            )
         self._engine_step = int(engine.global_steps)
         self.inner_step = int(engine.global_steps)
         self.last_round: RoundResult | None = None

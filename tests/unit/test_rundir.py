@@ -40,8 +40,22 @@ def test_a_new_run_is_written_and_its_config_loads_again(tmp_path: Path) -> None
     assert not list(run.path.glob(".*.tmp"))
 
 
-def test_an_empty_folder_will_do_and_resume_may_begin_a_run(tmp_path: Path) -> None:
-    assert open_run(tmp_path, config(), resume=True).run_json.exists()
+def test_an_empty_folder_will_do_and_resuming_nothing_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "typo"):
+        with pytest.raises(ConfigError, match="--resume: expected a run to go on with"):
+            open_run(folder, config(), resume=True)
+    assert not (tmp_path / "typo").exists()
+    assert open_run(tmp_path, config(), resume=False).run_json.exists()
+
+
+def test_a_run_under_way_keeps_its_config(tmp_path: Path) -> None:
+    run = open_run(tmp_path, config(), resume=False)
+    before = run.config_json.read_bytes()
+    with held(run.path / "launch.lock", "launch"):
+        with pytest.raises(IslandError, match="no other process at it"):
+            open_run(tmp_path, config(heartbeat_timeout_s=9.0), resume=True)
+        open_island(tmp_path, config(heartbeat_timeout_s=9.0), island=0, resume=True)
+        assert run.config_json.read_bytes() == before
 
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
