@@ -15,7 +15,7 @@ import typer
 from megatron_wsd.cli.command import Island
 from megatron_wsd.cli.island import dry_lines
 from megatron_wsd.cli.lighthouse import lighthouse_command, start_lighthouse
-from megatron_wsd.cli.logs import excerpt
+from megatron_wsd.cli.logs import excerpt, starts
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
 from megatron_wsd.config import Config, load_config
@@ -110,6 +110,7 @@ class _Watch:
         self._children: dict[int, Guarded] = {}
         self._settled: set[int] = set()  # islands whose end has been dealt with
         self._old_bytes: dict[int, int] = {}  # of metrics.jsonl before this launch
+        self._starts: dict[int, int] = {}  # of each island, when this launch's own ended
         self._deadline: float | None = None
         self.failed: dict[int, int] = {}  # exit status of each island that failed by itself
         self.cut_short = False  # the user's stop came before an island could save
@@ -170,7 +171,9 @@ class _Watch:
         for island, status in self.failed.items():
             why = tuple(excerpt(self._run.log(island)))
             lines.append(f"megatron-wsd: error: island {island} failed ({describe_exit(status)}).")
-            if why in told:
+            if starts(self._run.log(island)) > self._starts.get(island, 0):
+                lines.append(f"  It has been started again since: {self._run.log(island)}")
+            elif why in told:
                 lines.append(f"  Its last lines are those of island {told[why]}.")
             else:
                 lines += [f"  | {line}" for line in why] + [f"  All of it: {self._run.log(island)}"]
@@ -193,6 +196,7 @@ class _Watch:
         status = exit_status(self._children[island].poll() or 0)
         self._children[island].kill()  # what a killed island may have left in its group
         self._settled.add(island)
+        self._starts[island] = starts(self._run.log(island))
         if status > 128 and (self._stop.count or self._deadline is not None):
             self.cut_short = True  # it was told to end, and had nothing to save or no time to
             return

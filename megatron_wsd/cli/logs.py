@@ -25,6 +25,14 @@ def console_text(line: str) -> str | None:
     return match[1] if match else None
 
 
+def starts(log: Path) -> int:
+    """How often an island has been started, as its log says."""
+    try:
+        return sum(line.startswith(HEADER) for line in log.read_text(errors="replace").splitlines())
+    except OSError:
+        return 0
+
+
 def excerpt(log: Path, lines: int = 20) -> list[str]:
     """The lines of the newest start in ``log`` that best tell why it ended, at most ``lines``.
 

@@ -29,7 +29,7 @@ from megatron_wsd.config.block import (
     SyncConfig,
 )
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.schedule import Schedule
+from megatron_wsd.schedule import Schedule, schedule_from_params
 
 __all__ = [
     "BLOCK",
@@ -54,12 +54,15 @@ class Config:
         block: the validated ``"megatron_wsd"`` block; its parts are also attributes of this object.
         deepspeed: the rest of the json, as DeepSpeed gets it (with the batch sizes filled in).
         schedule: the WSD schedule of the json, None if another scheduler is named.
+        outer_schedule: that of the outer rate, in inner steps, if it has one of its own.
     """
 
     def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None) -> None:
         self.block = block
         self.deepspeed = deepspeed
         self.schedule = schedule
+        own = block.outer.lr_schedule
+        self.outer_schedule = schedule_from_params(own) if isinstance(own, dict) else None
         self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
         self.data, self.model = block.data, block.model
         self.checkpoint, self.log = block.checkpoint, block.log

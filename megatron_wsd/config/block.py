@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,7 +39,9 @@ class OuterConfig(_Block):
     alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
     tau_cut: int = Field(32, ge=1, description="staleness from which a contribution counts nothing")
     state_bits: Literal[8, 32] = 8
-    follow_decay: bool = Field(True, description="in the decay, scale the outer rate as the inner one")
+    lr_schedule: Literal["constant", "follow_inner"] | dict[str, Any] = Field(
+        "follow_inner", description="of the outer rate: a word, or the params of a WSD of its own"
+    )
     participation: bool = Field(True, description="scale the outer rate by contributors / live islands")
 
 

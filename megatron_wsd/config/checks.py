@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from megatron_wsd.config.block import BLOCK, IslandJob
-from megatron_wsd.errors import ConfigError
+from megatron_wsd.errors import ConfigError, ScheduleError
 from megatron_wsd.schedule import Batch, Schedule, parse_length, schedule_from_params
 
 
@@ -50,6 +50,15 @@ def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) ->
 
 
 def check_outer(block: IslandJob) -> None:
+    own = block.outer.lr_schedule
+    if isinstance(own, dict):
+        try:
+            schedule_from_params(own)
+        except ScheduleError as e:
+            field = e.field.replace("scheduler.params", f"{BLOCK}.outer.lr_schedule")
+            raise ConfigError(field, e.expected, e.got, e.remedy) from None
+        if "max_lr" in own or "min_lr" in own:
+            raise ConfigError(f"{BLOCK}.outer.lr_schedule", "ratios alone; the peak is outer.lr", sorted(own))
     if block.outer.optimizer == "nesterov" and not block.outer.momentum:
         raise ConfigError(f"{BLOCK}.outer.momentum", "more than 0 for nesterov", 0.0, 'Or use "sgd".')
     for i, beta in enumerate(block.outer.betas):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_wsd.config import OuterConfig
+from megatron_wsd.config import Config, OuterConfig
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.optim.gate import staleness_gate
 from megatron_wsd.schedule import Schedule
@@ -38,19 +38,28 @@ def merge_coefficients(gates: Sequence[float], weights: Sequence[float]) -> list
     return [g * w / total for g, w in zip(gates, weights, strict=True)]
 
 
-def rate_scale(outer: OuterConfig, schedule: Schedule | None, decision: Decision) -> float:
+def rate_scale(config: Config, inner: Schedule | None, decision: Decision) -> float:
     """What multiplies the outer rate in a round, the same on every island.
 
-    Adam would make every lone contribution a full step, so the rate is shared out (``participation``); and
-    it would step as far at the end of the inner decay, when the islands hardly move, as before it
-    (``follow_decay``). The steps of SGD shrink with its gradients by themselves.
+    ``outer.participation``: contributors / islands, since Adam would make every lone contribution a full
+    step. ``outer.lr_schedule``: with ``follow_inner``, the factor of the inner rate in the decay, when the
+    round's steps began, since Adam would step as far at its end, when the islands hardly move, as before
+    it (the steps of SGD shrink with its gradients by themselves, and are left alone); or a schedule of its
+    own.
+
+    Args:
+        config: of the run.
+        inner: the schedule of the inner rate, with everything that was decided so far.
+        decision: of the round.
     """
-    scale = 1.0
+    outer, scale = config.outer, 1.0
     if outer.participation:
         scale *= len(decision.contributors) / len(decision.reports)
+    start = max(0, decision.inner_step - max(decision.report(i).steps for i in decision.contributors))
+    if config.outer_schedule is not None:
+        return scale * config.outer_schedule.factor(start)
     adam = outer.optimizer in ("cgad", "adam_decay", "adam")
-    if outer.follow_decay and adam and schedule is not None:
-        start = max(0, decision.inner_step - max(decision.report(i).steps for i in decision.contributors))
-        if schedule.phase(start) in ("decay", "done"):
-            scale *= schedule.factor(start)
+    follows = outer.lr_schedule == "follow_inner" and adam and inner is not None
+    if follows and inner is not None and inner.phase(start) in ("decay", "done"):
+        scale *= inner.factor(start)
     return scale

@@ -336,7 +336,7 @@ class OuterHalf:
     def _step(self, decision: Decision) -> None:
         state = self.state
         state.optimizer.step(
-            state.anchor, self._merged, lr_scale=rate_scale(self._config.outer, self.schedule, decision)
+            state.anchor, self._merged, lr_scale=rate_scale(self._config, self.schedule, decision)
         )
         state.outer_step = decision.outer_step + 1
         state.tokens += sum(decision.report(i).tokens for i in decision.contributors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -167,28 +168,33 @@ def test_each_outer_optimizer_has_its_own_view_of_age() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "inner_step", "contributors", "expected"),
+    ("outer", "inner_step", "contributors", "expected"),
     [
-        ("cgad", 100, 2, 1.0),
-        ("cgad", 100, 1, 0.5),
-        ("cgad", 270, 2, 1.0),  # its 10 steps began at 260, where the decay begins
-        ("cgad", 290, 2, 0.5 + 0.5 * 0.5),  # linear to a half: at step 280, half-way
-        ("cgad", 290, 1, 0.375),
-        ("adam", 290, 2, 0.75),
-        ("sgd", 290, 2, 1.0),  # SGD's steps shrink by themselves
-        ("nesterov", 290, 2, 1.0),
+        ({}, 100, 2, 1.0),
+        ({}, 100, 1, 0.5),
+        ({"participation": False}, 100, 1, 1.0),
+        ({}, 270, 2, 1.0),  # its 10 steps began at 260, where the decay begins
+        ({}, 290, 2, 0.5 + 0.5 * 0.5),  # linear to a half: at step 280, half-way
+        ({}, 290, 1, 0.375),
+        ({"lr_schedule": "constant"}, 290, 2, 1.0),
+        ({"lr_schedule": {"warmup_steps": 200}}, 110, 2, 0.5),  # its own warm-up, at step 100
+        ({"lr_schedule": {"warmup_steps": 200}}, 290, 1, 0.5),
+        ({"optimizer": "adam"}, 290, 2, 0.75),
+        ({"optimizer": "sgd"}, 290, 2, 1.0),  # SGD's steps shrink by themselves
+        ({"optimizer": "nesterov"}, 290, 2, 1.0),
+        ({"optimizer": "sgd", "lr_schedule": {"warmup_steps": 200}}, 110, 2, 0.5),
     ],
 )
-def test_outer_rate_follows_the_decay_and_the_share(
-    optimizer: str, inner_step: int, contributors: int, expected: float
+def test_outer_rate_follows_its_schedule_and_the_share(
+    outer: dict[str, Any], inner_step: int, contributors: int, expected: float
 ) -> None:
     decay = {"decay_start": 260, "decay_steps": 40, "decay_shape": "linear", "min_lr_ratio": 0.5}
     raw = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},
         "scheduler": {"type": "WSD", "params": {"warmup_steps": 20, **decay}},
-        "megatron_wsd": {"outer": {"optimizer": optimizer}},
+        "megatron_wsd": {"outer": outer},
     }
     reports = [report(i, inner_step=inner_step, contributes=int(i < contributors)) for i in range(2)]
     config = parse_config(raw)
-    assert rate_scale(config.outer, config.schedule, decide(reports)) == pytest.approx(expected, rel=1e-12)
+    assert rate_scale(config, config.schedule, decide(reports)) == pytest.approx(expected, rel=1e-12)
