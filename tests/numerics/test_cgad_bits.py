@@ -9,11 +9,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cgad_reference import bits, gradients, layout_of, numbers, state_bits
+from cgad_reference import bits, gradients, layout_of, numbers
 
 from megatron_wsd.optim import native
 from megatron_wsd.optim.layout import FlatLayout, Segment
-from megatron_wsd.optim.steps import SGDStep, State8
+from megatron_wsd.optim.native import DigestSum
+from megatron_wsd.optim.steps import DynamicState8, SGDStep, State8
 
 ISAS = native.build_info()["isa_available"]
 SIZES = (1, 255, 0, 256, 257, 70_000, 5)
@@ -21,29 +22,42 @@ SIZES = (1, 255, 0, 256, 257, 70_000, 5)
 
 def run_all(layout: FlatLayout, threads: int = 1, steps: int = 4) -> list[bytes]:
     """Every kernel for a few steps; the bytes of everything it wrote."""
-    n = layout.total
+    n, table = layout.total, layout.table
     draw = gradients("heavy", n, seed=7)
-    p8, p32, psgd = (torch.linspace(-1, 1, n) for _ in range(3))
-    m, v, buffer = torch.zeros(n), torch.zeros(n), torch.zeros(n)
-    state = State8.zeros(n, layout.block_size)
+    written: list[torch.Tensor] = []
+    digests = DigestSum("all")
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        anchors = [torch.linspace(-1, 1, n).to(dtype) for _ in range(4)]
+        copy = torch.zeros(n, dtype=torch.bfloat16)
+        moments = [torch.zeros(n) for _ in range(3)]
+        coded = [State8.zeros(n, layout.block_size), DynamicState8.zeros(n, layout.block_size)]
+        runs.append((anchors, copy, moments, coded))
+        written += [*anchors, copy, *moments, *(t for c in coded for t in c.tensors().values())]
     total = torch.zeros(n)
     for t in range(1, steps + 1):
         g = draw()
         hyper = numbers(t, weight_decay=0.1, gate=0.7, seed=11)
-        assert native.cgad_step8(p8, g, state, layout.table, hyper, threads=threads)
-        assert native.cgad_step32(p32, g, m, v, layout.table, hyper, threads=threads)
-        assert native.sgd_step(psgd, g, buffer, layout.table, SGDStep(0.1, 0.9, True, 0.1), threads=threads)
+        sgd = SGDStep(0.1, 0.9, True, 0.1, step=t, seed=11)
+        for anchors, copy, (m, v, buffer), coded in runs:
+            options = {"threads": threads, "copy": copy, "digest": digests}
+            for p, state in zip(anchors, coded, strict=False):
+                assert native.cgad_step8(p, g, state, table, hyper, **options)
+            assert native.cgad_step32(anchors[2], g, m, v, table, hyper, **options)
+            assert native.sgd_step(anchors[3], g, buffer, table, sgd, **options)
         native.accumulate(total, g, 0.3)
-    m8, v8 = torch.zeros(n), torch.zeros(n)
-    native.decode8(state, layout.table, hyper, m8, v8)
-    again = State8.zeros(n, layout.block_size)
-    native.encode8(m, v, layout.table, hyper, again)
-    digest = native.digest(p8).to_bytes(8, "little")
+    _, _, (m, v, _), coded = runs[0]
+    for state in coded:
+        m8, v8 = torch.zeros(n), torch.zeros(n)
+        native.decode8(state, table, hyper, m8, v8)
+        again = type(state).zeros(n, layout.block_size)
+        native.encode8(m, v, table, hyper, again)
+        written += [m8, v8, *again.tensors().values()]
+    digest = native.digest(runs[0][0][0])
     return [
-        *bits(p8, p32, psgd, m, v, buffer, total, m8, v8),
-        *state_bits(state),
-        *state_bits(again),
-        digest,
+        *bits(total, *(t.view(torch.uint8) for t in written)),
+        digest.to_bytes(8, "little"),
+        digests.total.to_bytes(8, "little"),
     ]
 
 

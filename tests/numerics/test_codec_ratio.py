@@ -64,10 +64,11 @@ def test_s_takes_one_of_the_two_levels_around_it() -> None:
     position = (s.view(np.uint32).astype(np.float64) - LOWEST) / STEP
     floor = np.clip(np.floor(position), 0, 255)
     code = state.s_codes.numpy().astype(np.float64)
-    # The random number takes 2^16 midpoints, 12 floats apart: a float within 6 of a level always gets it.
-    tight = np.abs(position - np.round(position)) * STEP < 6
+    # The random number takes 2^17 values, 6 floats apart from 0 on: a float on a level or up to 5 above it
+    # always gets that level.
+    tight = (position - np.floor(position)) * STEP < 6
     assert np.all((code == floor) | (code == np.clip(floor + 1, 0, 255)))
-    assert np.all(code[tight] == np.clip(np.round(position[tight]), 0, 255))
+    assert np.all(code[tight] == floor[tight])
     assert np.all(code[position < -1] == 0)
     assert {int(c) for c in code} == set(range(256))
 
@@ -87,6 +88,26 @@ def test_r_takes_one_of_the_two_codes_around_it() -> None:
     assert np.all(np.abs(code[whole] - np.round(position[whole])) <= 1)
     assert np.all(code[r == 0] == 0)
     assert np.all(code[np.abs(r) == 1] == 127 * r[np.abs(r) == 1])
+
+
+def test_the_largest_number_of_a_block_is_coded_exactly() -> None:
+    # Blocks of one element: each is its block's largest, whatever its mantissa, and must neither pass 127 or
+    # 255 nor fall short of it.
+    count = 30_000
+    layout = FlatLayout([Segment(f"p{i}", i, 1, 0, True) for i in range(count)], 64)
+    mantissa = np.random.default_rng(5).integers(0, 1 << 23, count)
+    value = (mantissa | 0x3F800000).astype(np.uint32).view(np.float32)
+    sign = np.where(np.arange(count) % 2, 1, -1).astype(np.float32)
+    m, v = torch.zeros(layout.total), torch.zeros(layout.total)
+    for seed in (0, 1):
+        for scale, moment in ((0.0, 2.0**-20), (1.0, 1.0)):  # v = 0 makes r = m / eps; else s is large
+            m[::64] = torch.from_numpy(value * sign * np.float32(moment))
+            v[::64] = torch.from_numpy((value * np.float32(scale)) ** 2)
+            state = State8.zeros(layout.total, 64)
+            hyper = numbers(1, eps=2.0**-20, betas=(0.9, 0.0), seed=seed)
+            native.encode8(m, v, layout.table, hyper, state)
+            assert np.array_equal(state.r_codes[::64].numpy(), (127 * sign).astype(np.int8))
+            assert np.all(state.s_codes[::64].numpy() == (255 if scale else 0))
 
 
 def test_zero_and_negligible_blocks_decode_to_zero() -> None:

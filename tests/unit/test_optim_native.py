@@ -16,7 +16,7 @@ import torch
 from megatron_wsd.errors import NativeError
 from megatron_wsd.optim import native
 from megatron_wsd.optim.layout import FlatLayout, Segment, SegmentTable
-from megatron_wsd.optim.steps import AdamStep, SGDStep, State8
+from megatron_wsd.optim.steps import AdamStep, DynamicState8, SGDStep, State8
 
 LAYOUT = FlatLayout([Segment("w", 1, 500, 0, True), Segment("u", 2, 10, 0, True)])
 N = LAYOUT.total
@@ -64,7 +64,7 @@ def test_refuses_bad_buffers(kernel: str, name: str) -> None:
     good = State8.zeros(N, 256).__dict__.get(name, torch.zeros(N))
     bad: list[tuple[Any, str]] = [
         (good.to(torch.float64), f"{name}: expected dtype"),
-        (good.to(torch.bfloat16), f"{name}: expected dtype"),
+        (good.to(torch.float16), f"{name}: expected dtype"),
         (good.to("meta"), f"{name}: expected a tensor on the CPU, got meta"),
         (good.to_sparse(), f"{name}: expected a dense tensor"),
         (good.repeat_interleave(2)[::2], f"{name}: expected a contiguous tensor"),
@@ -158,13 +158,16 @@ def table(**changes: Any) -> SegmentTable:
         {"numel": np.array([100.0, 256.0])},
         {"block_size": 0},
         {"block_size": 4096},
+        {"block_size": 32},
+        {"block_size": 96},  # no power of two
     ],
     ids=repr,
 )
 def test_refuses_bad_tables(changes: dict[str, Any]) -> None:
     bad = table(**changes)
-    with pytest.raises((NativeError, ZeroDivisionError)):
-        native.gradient_ok(torch.zeros(bad.padded), bad)
+    size = bad.padded if bad.block_size else 512
+    with pytest.raises(NativeError, match="table: expected segments that FlatLayout could have made"):
+        native.gradient_ok(torch.zeros(size), bad)
     assert native.gradient_ok(torch.zeros(512), table())
 
 
@@ -191,6 +194,65 @@ def test_accumulate_refuses() -> None:
             make()
 
 
+def test_accumulate_tells_what_a_step_can_take() -> None:
+    layout = FlatLayout([Segment("w", 1, 70_000, 0, True)])
+    x = torch.randn(layout.total, generator=torch.Generator().manual_seed(0))
+    for where in (0, 35_000, 69_999):
+        for value, usable in (
+            (2.0**63, True),
+            (2.0**64, False),
+            (float("nan"), False),
+            (float("-inf"), False),
+        ):
+            out, bad = torch.zeros(layout.total), x.clone()
+            bad[where] = value
+            assert native.accumulate(out, bad, 1.0) is usable
+            assert native.gradient_ok(out, layout.table) is usable
+    # An overflow of the sum is found as well, and a flaw that was there before.
+    out = torch.full((10,), 3e38)
+    assert not native.accumulate(out, torch.full((10,), 3e38), 1.0)
+    assert not native.accumulate(out, torch.zeros(10), 0.0)
+    assert native.accumulate(torch.zeros(0), torch.zeros(0), 1.0)
+
+
+@pytest.mark.parametrize("kernel", ["step8", "step32", "sgd"])
+def test_a_refused_copy_changes_nothing(kernel: str) -> None:
+    n, grad = LAYOUT.total, torch.ones(N)
+    half = torch.zeros(n, dtype=torch.bfloat16)
+    anchors = (torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16))
+
+    def step(anchor: torch.Tensor, copy: Any) -> None:
+        if kernel == "step8":
+            native.cgad_step8(anchor, grad, State8.zeros(n, 256), LAYOUT.table, HYPER, copy=copy)
+        elif kernel == "step32":
+            moments = torch.zeros(n), torch.zeros(n)
+            native.cgad_step32(anchor, grad, *moments, LAYOUT.table, HYPER, copy=copy)
+        else:
+            native.sgd_step(anchor, grad, None, LAYOUT.table, SGDStep(0.1), copy=copy)
+
+    for anchor in anchors:
+        strided, other = half.repeat(2)[::2], half.float().numpy()
+        for copy in (half.float(), half.half(), half[:-1], strided, half.to("meta"), other):
+            with pytest.raises(NativeError, match="copy: expected"):
+                step(anchor, copy)
+        own_memory = anchor if anchor.dtype == torch.bfloat16 else anchor.view(torch.bfloat16)[:n]
+        with pytest.raises(NativeError, match="memory of its own"):
+            step(anchor, own_memory)
+        assert not bool(anchor.any())
+        step(anchor, half)
+        assert bool(anchor.any())
+
+
+def test_refuses_a_state_of_another_codec() -> None:
+    ratio, dynamic = State8.zeros(N, 256), DynamicState8.zeros(N, 256)
+    mixed = DynamicState8(ratio.r_codes, ratio.s_codes, ratio.r_scale, ratio.s_scale)
+    with pytest.raises(NativeError, match=r"m_codes: expected dtype torch\.uint8"):
+        native.cgad_step8(torch.zeros(N), torch.zeros(N), mixed, LAYOUT.table, HYPER)
+    crossed = State8(dynamic.m_codes, dynamic.v_codes, dynamic.m_scale, dynamic.v_scale)
+    with pytest.raises(NativeError, match=r"r_codes: expected dtype torch\.int8"):
+        native.cgad_step8(torch.zeros(N), torch.zeros(N), crossed, LAYOUT.table, HYPER)
+
+
 def test_missing_extension_names_the_remedy() -> None:
     code = (
         "import sys; sys.modules['megatron_wsd._C'] = None\n"
@@ -206,7 +268,8 @@ def test_missing_extension_names_the_remedy() -> None:
 def test_build_info() -> None:
     info = native.build_info()
     assert info["isa"] in info["isa_available"] and info["isa_available"][0] == "scalar"
-    assert info["threads"] >= 1 and info["compiler"] and info["cuda"] is False
+    assert info["threads"] >= 1 and info["compiler"]
+    assert info["cuda"] is False or torch.cuda.is_available()
     if not os.environ.get(native.ISA_VARIABLE):
         assert info["isa"] == info["isa_available"][-1]
 
@@ -221,18 +284,35 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def run_sum(words: list[int], base: int) -> int:
+    half = len(words) // 2
+    total = 0
+    for j in range(half):
+        x = words[j] ^ ((base + j * 0x9E3779B1) & 0xFFFFFFFF)
+        y = words[half + j] ^ (((base >> 32) + j * 0x85EBCA77) & 0xFFFFFFFF)
+        total += x * y + ((x + 3 * y) << 32)
+    return total & MASK
+
+
+def base_of(position: int, salt: int) -> int:
+    return mix64(salt ^ mix64((position + GOLDEN) & MASK))
+
+
+def words_of(data: bytes, size: int) -> list[int]:
+    return np.frombuffer(data.ljust(size, b"\0"), dtype="<u4").tolist()
+
+
 def python_digest(data: bytes, salt: int) -> int:
     salt = mix64((salt + GOLDEN) & MASK)
     total = 0
-    for i in range(len(data) // 8 + 1):
-        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
-        total += mix64(word ^ ((salt + (i + 1) * GOLDEN) & MASK)) * (2 * i + 1)
+    for i in range(-(-len(data) // 1024)):
+        total += run_sum(words_of(data[1024 * i : 1024 * (i + 1)], 1024), base_of(i, salt))
     return mix64((total + mix64(len(data) ^ mix64(salt))) & MASK)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000, 1024, 1025, 5000])
 def test_digest_is_what_it_says(size: int) -> None:
-    data = bytes(range(256)) * 4
+    data = bytes(i * i % 251 for i in range(5000))
     tensor = torch.frombuffer(bytearray(data[: max(size, 1)]), dtype=torch.uint8)[:size]
     for salt in (0, 1, MASK):
         assert native.digest(tensor, salt) == python_digest(data[:size], salt)
@@ -247,9 +327,9 @@ def test_digest_sees_every_bit_position_length_and_salt() -> None:
             other[i] ^= 1 << bit
             seen.add(native.digest(other))
     assert len(seen) == 804
-    words = torch.arange(20, dtype=torch.int64)
+    words = torch.arange(2000, dtype=torch.int64)
     swapped = words.clone()
-    swapped[3], swapped[11] = words[11], words[3]
+    swapped[3], swapped[1100] = words[1100], words[3]
     assert native.digest(words) != native.digest(swapped)
     assert native.digest(torch.zeros(8)) != native.digest(torch.zeros(9))
 

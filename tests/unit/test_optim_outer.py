@@ -29,6 +29,9 @@ def merged(layout: FlatLayout, seed: int) -> torch.Tensor:
     return flat
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 def run(outer: OuterOptimizer, anchor: torch.Tensor, steps: range) -> None:
     for i in steps:
         outer.step(anchor, merged(outer.layout, i))
@@ -97,6 +100,102 @@ def test_state_moves_to_another_optimizer_bit_for_bit(kind: str) -> None:
     run(cut, resumed, range(3, 6))
     assert torch.equal(anchor, resumed) and cut.t == whole.t == 6
     assert cut.digest(resumed) == whole.digest(anchor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_digest_of_a_step_is_that_of_its_contents(kind: str, dtype: torch.dtype) -> None:
+    layout = mixed_layout()
+    outer, anchor = make_outer(kind, layout, HYPER, dtype), torch.zeros(layout.total, dtype=dtype)
+    other = make_outer(kind, layout, HYPER, dtype)
+    seen = set()
+    for i in range(3):
+        returned = outer.step(anchor, merged(layout, i))
+        assert outer.digest(anchor) == returned
+        other.load_state({name: t.clone() for name, t in outer.state_tensors().items()}, outer.t)
+        assert other.digest(anchor.clone()) == returned
+        outer.forget_digest()
+        assert outer.digest(anchor) == returned
+        seen.add(returned)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digest_after_a_step_reads_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = mixed_layout()
+    outer, anchor = make_outer(kind, layout, HYPER), torch.zeros(layout.total)
+    outer.step(anchor, merged(layout, 1))
+
+    def read(*_: object) -> None:
+        raise AssertionError("memory was read")
+
+    monkeypatch.setattr("megatron_wsd.optim.native.digest_flat", read)
+    outer.digest(anchor)
+    for change in (
+        lambda: anchor.add_(1),
+        outer.forget_digest,
+        lambda: setattr(outer, "t", outer.t),
+        *((lambda t=t: t.zero_()) for t in outer.state_tensors().values()),
+    ):
+        monkeypatch.undo()
+        outer.digest(anchor)
+        monkeypatch.setattr("megatron_wsd.optim.native.digest_flat", read)
+        change()
+        with pytest.raises(AssertionError, match="memory was read"):
+            outer.digest(anchor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checked_step_is_the_same_step_and_writes_the_copy(kind: str, dtype: torch.dtype) -> None:
+    layout = mixed_layout()
+    results = []
+    for checked in (False, True):
+        outer, anchor = make_outer(kind, layout, HYPER, dtype), torch.zeros(layout.total, dtype=dtype)
+        copy = torch.zeros(layout.total, dtype=torch.bfloat16)
+        outer.step(anchor, merged(layout, 1), checked=checked, copy=copy)
+        assert torch.equal(copy, anchor.to(torch.bfloat16))
+        results.append(outer.digest(anchor))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bf16_run_repeats_itself_and_resumes(kind: str) -> None:
+    layout = mixed_layout()
+    anchors = []
+    for _ in range(2):
+        outer = make_outer(kind, layout, HYPER, torch.bfloat16)
+        anchor = torch.zeros(layout.total, dtype=torch.bfloat16)
+        run(outer, anchor, range(3))
+        resumed = make_outer(kind, layout, HYPER, torch.bfloat16)
+        resumed.load_state({name: t.clone() for name, t in outer.state_tensors().items()}, outer.t)
+        again = anchor.clone()
+        run(outer, anchor, range(3, 6))
+        run(resumed, again, range(3, 6))
+        assert torch.equal(anchor, again)
+        anchors.append(anchor)
+    assert torch.equal(*anchors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refuses_anchors_and_copies_of_other_dtypes(kind: str) -> None:
+    layout = mixed_layout()
+    good, zeros = merged(layout, 1), torch.zeros(layout.total)
+    for dtype, wrong in (DTYPES, DTYPES[::-1]):
+        outer = make_outer(kind, layout, HYPER, dtype)
+        anchor = zeros.to(dtype)
+        before = outer.digest(anchor)
+        with pytest.raises(NativeError, match=f"anchor: expected dtype {dtype}, got {wrong}"):
+            outer.step(zeros.to(wrong), good)
+        for copy in (zeros.clone(), zeros.to(torch.bfloat16)[:-1], zeros.to(torch.float16)):
+            with pytest.raises(NativeError, match="copy: expected"):
+                outer.step(anchor, good, copy=copy)
+        if dtype == torch.bfloat16:
+            with pytest.raises(NativeError, match="memory of its own, apart from anchor"):
+                outer.step(anchor, good, copy=anchor)
+        assert outer.digest(anchor) == before and outer.t == 0
+    with pytest.raises(FieldError, match=r"anchor_dtype: expected torch\.float32 or torch\.bfloat16"):
+        make_outer(kind, layout, HYPER, torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
