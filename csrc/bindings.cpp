@@ -6,10 +6,10 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "counter_hash.h"
@@ -66,7 +66,9 @@ class Segments {
     if (numel.size() != count || key.size() != count || element0.size() != count) {
       throw std::invalid_argument("segment columns differ in length");
     }
-    if (block < 1 || block > kMaxBlock) throw std::invalid_argument("block size must be 1 to 1024");
+    if (block < kMinBlock || block > kMaxBlock || (block & (block - 1)) != 0) {
+      throw std::invalid_argument("block size must be 64, 128, 256, 512 or 1024");
+    }
     int64_t end = 0;
     first_block_.push_back(0);
     for (py::ssize_t i = 0; i < count; ++i) {
@@ -95,6 +97,11 @@ class Segments {
                        first_block_.data()};
   }
 
+  // The same as columns of integers of 64 bits, for a copy on a device.
+  std::vector<std::vector<int64_t>> columns() const {
+    return {offset_, numel_, {key_.begin(), key_.end()}, element0_, first_block_};
+  }
+
   int64_t grain() const { return kGrainElements / block_; }
 
  private:
@@ -103,16 +110,21 @@ class Segments {
   std::vector<uint64_t> key_;
 };
 
-template <class Args>
-void over_blocks(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t grain,
-                 int threads) {
-  cpu::for_ranges(args.segments.num_blocks, grain, threads,
-                  [&](int, int64_t begin, int64_t end) { kernel(args, begin, end); });
+int checked_codec(int codec) {
+  if (codec < 0 || codec >= kCodecs) throw std::invalid_argument("no such codec");
+  return codec;
 }
 
 template <class Args>
-bool all_ranges(bool (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t n, int64_t grain,
-                int threads) {
+uint64_t sum_blocks(cpu::Kernel<Args, uint64_t> kernel, const Args& args, int64_t grain, int threads) {
+  std::atomic<uint64_t> sum{0};
+  cpu::for_ranges(args.segments.num_blocks, grain, threads,
+                  [&](int, int64_t begin, int64_t end) { sum += kernel(args, begin, end); });
+  return sum;
+}
+
+template <class Args>
+bool all_ranges(cpu::Kernel<Args, bool> kernel, const Args& args, int64_t n, int64_t grain, int threads) {
   std::atomic<bool> good{true};
   cpu::for_ranges(n, grain, threads, [&](int, int64_t begin, int64_t end) {
     if (!kernel(args, begin, end)) good = false;
@@ -120,85 +132,135 @@ bool all_ranges(bool (*kernel)(const Args&, int64_t, int64_t), const Args& args,
   return good;
 }
 
-cpu::CodedState coded_state(Address r_codes, Address s_codes, Address r_scale, Address s_scale) {
-  return {at<int8_t>(r_codes), at<uint8_t>(s_codes), at<float>(r_scale), at<float>(s_scale)};
-}
-
 bool gradient_ok(const Segments& segments, Address grad, int threads) {
   const cpu::GradientCheck args{segments.view(), at<const float>(grad)};
   return all_ranges(chosen->gradient_check, args, args.segments.num_blocks, segments.grain(), threads);
 }
 
-void cgad_step8(const Segments& segments, Address anchor, Address grad, Address r_codes, Address s_codes,
-                Address r_scale, Address s_scale, const AdamHyper& hyper, int threads) {
+using Coded = std::tuple<Address, Address, Address, Address>;  // codes a, codes b, scales a, scales b
+
+CodedState coded_state(const Coded& c) {
+  return {at<uint8_t>(std::get<0>(c)), at<uint8_t>(std::get<1>(c)), at<float>(std::get<2>(c)),
+          at<float>(std::get<3>(c))};
+}
+
+using Columns = std::vector<std::tuple<Address, int, bool, uint64_t>>;  // address, width, per block, salt
+
+DigestColumns digest_columns(const Columns& columns) {
+  if (columns.size() > kMaxColumns) throw std::invalid_argument("too many columns in a digest");
+  DigestColumns made{static_cast<int32_t>(columns.size()), {}};
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto& [address, width, per_block, salt] = columns[i];
+    made.column[i] = {at<const unsigned char>(address), width, per_block, salt};
+  }
+  return made;
+}
+
+// What every step takes beside its own buffers.
+struct StepCall {
+  Address anchor;
+  bool bf16;
+  Address grad;
+  Address copy;  // bf16 copy of the new anchor, or 0
+  Columns columns;
+  int threads;
+
+  cpu::AnchorNumber number() const { return bf16 ? cpu::kBf16 : cpu::kFp32; }
+  cpu::Extras extras() const { return {at<uint16_t>(copy), digest_columns(columns)}; }
+};
+
+uint64_t cgad_step8(const Segments& segments, const StepCall& call, int codec, const Coded& state,
+                    const AdamHyper& hyper) {
   const cpu::Step8 args{segments.view(),
-                        at<float>(anchor),
-                        at<const float>(grad),
-                        coded_state(r_codes, s_codes, r_scale, s_scale),
+                        at<void>(call.anchor),
+                        at<const float>(call.grad),
+                        coded_state(state),
                         adam_constants(hyper),
                         hyper.seed,
-                        static_cast<uint64_t>(hyper.step)};
-  over_blocks(chosen->step8, args, segments.grain(), threads);
+                        static_cast<uint64_t>(hyper.step),
+                        &dynamic_tables(),
+                        call.extras()};
+  return sum_blocks(chosen->step8[checked_codec(codec)][call.number()], args, segments.grain(), call.threads);
 }
 
-void cgad_step32(const Segments& segments, Address anchor, Address grad, Address m, Address v,
-                 const AdamHyper& hyper, int threads) {
-  const cpu::Step32 args{segments.view(), at<float>(anchor), at<const float>(grad),
-                         at<float>(m),    at<float>(v),      adam_constants(hyper)};
-  over_blocks(chosen->step32, args, segments.grain(), threads);
+uint64_t cgad_step32(const Segments& segments, const StepCall& call, Address m, Address v,
+                     const AdamHyper& hyper) {
+  const cpu::Step32 args{segments.view(),
+                         at<void>(call.anchor),
+                         at<const float>(call.grad),
+                         at<float>(m),
+                         at<float>(v),
+                         adam_constants(hyper),
+                         hyper.seed,
+                         static_cast<uint64_t>(hyper.step),
+                         call.extras()};
+  return sum_blocks(chosen->step32[call.number()], args, segments.grain(), call.threads);
 }
 
-void sgd_step(const Segments& segments, Address anchor, Address grad, Address buffer, double lr,
-              double momentum, bool nesterov, double weight_decay, int threads) {
-  const cpu::SgdStep args{
-      segments.view(),
-      at<float>(anchor),
-      at<const float>(grad),
-      at<float>(buffer),
-      {static_cast<float>(-lr), static_cast<float>(momentum), static_cast<float>(weight_decay), nesterov}};
-  over_blocks(chosen->sgd, args, segments.grain(), threads);
+uint64_t sgd_step(const Segments& segments, const StepCall& call, Address buffer, const SgdHyper& hyper) {
+  const cpu::SgdStep args{segments.view(),
+                          at<void>(call.anchor),
+                          at<const float>(call.grad),
+                          at<float>(buffer),
+                          {static_cast<float>(-hyper.lr), static_cast<float>(hyper.momentum),
+                           static_cast<float>(hyper.weight_decay), hyper.nesterov},
+                          hyper.seed,
+                          static_cast<uint64_t>(hyper.step),
+                          call.extras()};
+  return sum_blocks(chosen->sgd[call.number()], args, segments.grain(), call.threads);
 }
 
 // The eps of the codec is that of the step which encodes: eps sqrt(1 - beta2^step).
-void decode8(const Segments& segments, Address r_codes, Address s_codes, Address r_scale, Address s_scale,
-             const AdamHyper& hyper, Address m, Address v, int threads) {
-  const cpu::Decode8 args{segments.view(), coded_state(r_codes, s_codes, r_scale, s_scale),
-                          adam_constants(hyper).eps, at<float>(m), at<float>(v)};
-  over_blocks(chosen->decode8, args, segments.grain(), threads);
+cpu::Moments8 moments8(const Segments& segments, const Coded& state, Address m, Address v,
+                       const AdamHyper& hyper) {
+  return {segments.view(),
+          at<float>(m),
+          at<float>(v),
+          adam_constants(hyper).eps,
+          coded_state(state),
+          hyper.seed,
+          static_cast<uint64_t>(hyper.step),
+          &dynamic_tables()};
 }
 
-void encode8(const Segments& segments, Address m, Address v, const AdamHyper& hyper, Address r_codes,
-             Address s_codes, Address r_scale, Address s_scale, int threads) {
-  const cpu::Encode8 args{segments.view(),
-                          at<const float>(m),
-                          at<const float>(v),
-                          adam_constants(hyper).eps,
-                          coded_state(r_codes, s_codes, r_scale, s_scale),
-                          hyper.seed,
-                          static_cast<uint64_t>(hyper.step)};
-  over_blocks(chosen->encode8, args, segments.grain(), threads);
+void decode8(const Segments& segments, int codec, const Coded& state, const AdamHyper& hyper, Address m,
+             Address v, int threads) {
+  const cpu::Moments8 args = moments8(segments, state, m, v, hyper);
+  sum_blocks(chosen->decode8[checked_codec(codec)], args, segments.grain(), threads);
+}
+
+void encode8(const Segments& segments, int codec, Address m, Address v, const AdamHyper& hyper,
+             const Coded& state, int threads) {
+  const cpu::Moments8 args = moments8(segments, state, m, v, hyper);
+  sum_blocks(chosen->encode8[checked_codec(codec)], args, segments.grain(), threads);
+}
+
+uint64_t digest_flat(const Segments& segments, const Columns& columns, int threads) {
+  const cpu::BlockDigest args{segments.view(), digest_columns(columns)};
+  return sum_blocks(chosen->digest_blocks, args, segments.grain(), threads);
 }
 
 bool all_finite(Address x, int64_t n, int threads) {
   return all_ranges(chosen->finite_check, cpu::FiniteCheck{at<const float>(x)}, n, kGrainElements, threads);
 }
 
-void accumulate(Address out, Address x, int64_t n, float weight, int threads) {
+bool accumulate(Address out, Address x, int64_t n, float weight, int threads) {
   const cpu::Accumulate args{at<float>(out), at<const float>(x), weight};
-  cpu::for_ranges(n, kGrainElements, threads,
-                  [&](int, int64_t begin, int64_t end) { chosen->accumulate(args, begin, end); });
+  return all_ranges(chosen->accumulate, args, n, kGrainElements, threads);
 }
 
 uint64_t digest64(Address address, int64_t num_bytes, uint64_t salt, int threads) {
-  const cpu::Digest args{at<const unsigned char>(address), mix64(salt + kGolden)};
-  const int64_t words = num_bytes / 8;
+  const cpu::Digest args{at<const unsigned char>(address), num_bytes, mix64(salt + kGolden)};
+  const int64_t runs = (num_bytes + kDigestRun - 1) / kDigestRun;
   std::atomic<uint64_t> sum{0};
-  cpu::for_ranges(words, kGrainElements, threads,
+  cpu::for_ranges(runs, kGrainElements * 4 / kDigestRun, threads,
                   [&](int, int64_t begin, int64_t end) { sum += chosen->digest(args, begin, end); });
-  uint64_t tail = 0;
-  if (num_bytes % 8 != 0) std::memcpy(&tail, args.bytes + 8 * words, static_cast<size_t>(num_bytes % 8));
-  return digest_finish(sum + digest_word(tail, static_cast<uint64_t>(words), args.salt),
-                       static_cast<uint64_t>(num_bytes), args.salt);
+  return digest_finish(sum, static_cast<uint64_t>(num_bytes), args.salt);
+}
+
+std::vector<float> dynamic_map(bool is_signed) {
+  const float* map = is_signed ? dynamic_tables().signed_map : dynamic_tables().unsigned_map;
+  return {map, map + kMapSize};
 }
 
 py::dict build_info() {
@@ -209,7 +271,6 @@ py::dict build_info() {
   info["isa_available"] = names;
   info["threads"] = static_cast<int>(std::thread::hardware_concurrency());
   info["compiler"] = kCompiler;
-  info["cuda"] = false;
   return info;
 }
 
@@ -222,12 +283,22 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<const Segments::Array<int64_t>&, const Segments::Array<int64_t>&,
                     const Segments::Array<uint64_t>&, const Segments::Array<int64_t>&, int64_t>(),
            py::arg("offset").noconvert(), py::arg("numel").noconvert(), py::arg("key").noconvert(),
-           py::arg("element0").noconvert(), py::arg("block"));
+           py::arg("element0").noconvert(), py::arg("block"))
+      .def("columns", &Segments::columns);
 
-  py::class_<AdamHyper>(module, "AdamHyper")
+  py::class_<AdamHyper>(module, "AdamHyper", py::module_local())
       .def(py::init<double, double, double, double, double, double, int64_t, uint64_t>(), py::kw_only(),
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("gate"), py::arg("step"), py::arg("seed"));
+
+  py::class_<SgdHyper>(module, "SgdHyper")
+      .def(py::init<double, double, double, bool, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
+           py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("step"),
+           py::arg("seed"));
+
+  py::class_<StepCall>(module, "StepCall")
+      .def(py::init<Address, bool, Address, Address, Columns, int>(), py::kw_only(), py::arg("anchor"),
+           py::arg("bf16"), py::arg("grad"), py::arg("copy"), py::arg("columns"), py::arg("threads"));
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("gradient_ok", &gradient_ok, no_gil);
@@ -238,7 +309,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("encode8", &encode8, no_gil);
   module.def("all_finite", &all_finite, no_gil);
   module.def("accumulate", &accumulate, no_gil);
+  module.def("digest_flat", &digest_flat, no_gil);
   module.def("digest64", &digest64, no_gil);
+  module.def("dynamic_map", &dynamic_map);
   module.def("use_isa", &use_isa, "Force an instruction set for the whole process; returns the one before.");
   module.def("build_info", &build_info);
 }

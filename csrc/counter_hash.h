@@ -21,16 +21,23 @@ WSD_FN uint64_t mix64(uint64_t x) {
 constexpr uint64_t kGolden =
     0x9E3779B97F4A7C15ull;  // 2^64 / golden ratio, odd: steps of it visit every value
 
+// Roundings that must not be correlated draw from different streams.
+enum class Stream : uint64_t { kMoments = 0, kAnchor = 0xA54FF53A5F1D36F1ull };
+
 struct Counter {
   uint32_t shift;  // added to the element index
   uint32_t twist;  // enters half-way, so that two counters are not shifted copies of one sequence
 };
 
-WSD_FN Counter make_counter(uint64_t seed, uint64_t key, uint64_t version, uint64_t element_high) {
-  uint64_t k = mix64(seed + kGolden);
+// What the numbers of one parameter, version and stream have in common.
+WSD_FN uint64_t counter_base(Stream stream, uint64_t seed, uint64_t key, uint64_t version) {
+  uint64_t k = mix64((seed ^ static_cast<uint64_t>(stream)) + kGolden);
   k = mix64((k ^ key) + kGolden);
-  k = mix64((k ^ version) + kGolden);
-  k = mix64((k ^ element_high) + kGolden);
+  return mix64((k ^ version) + kGolden);
+}
+
+WSD_FN Counter make_counter(uint64_t base, uint64_t element_high) {
+  const uint64_t k = mix64((base ^ element_high) + kGolden);
   return Counter{static_cast<uint32_t>(k), static_cast<uint32_t>(k >> 32)};
 }
 

@@ -51,16 +51,24 @@ struct AdamElement {
   float p, m, v, s, r;  // parameter, moments, sqrt(v), update m / (s + eps)
 };
 
-WSD_FN AdamElement adam_element(float p, float g, float m, float v, const AdamConstants& c) {
+// Takes the old moments already decayed: beta1 m and beta2 v.
+WSD_FN AdamElement adam_element(float p, float g, float decayed_m, float decayed_v, const AdamConstants& c) {
   AdamElement e;
   const float root_gain = mul(c.gradient_to_root_v, g);
-  e.m = add(mul(c.beta1, m), mul(c.gradient_to_m, g));
-  e.v = add(mul(c.beta2, v), mul(root_gain, root_gain));
+  e.m = add(decayed_m, mul(c.gradient_to_m, g));
+  e.v = add(decayed_v, mul(root_gain, root_gain));
   e.s = root(e.v);
   e.r = div(e.m, add(e.s, c.eps));
   e.p = add(mul(p, c.keep), mul(c.minus_lr, e.r));
   return e;
 }
+
+struct SgdHyper {
+  double lr, momentum, weight_decay;
+  bool nesterov;
+  int64_t step;   // of the rounding of a bf16 anchor
+  uint64_t seed;  // likewise
+};
 
 struct SgdConstants {
   float minus_lr, momentum, weight_decay;

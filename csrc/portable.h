@@ -72,6 +72,10 @@ WSD_FN int32_t magnitude_bits(float f) {
   return static_cast<int32_t>(bits_of(f) & 0x7FFFFFFFu);
 }
 
+WSD_FN int32_t larger(int32_t a, int32_t b) {
+  return a > b ? a : b;
+}
+
 // 2^63: the largest gradient whose square, and any average of such squares, is still finite in fp32.
 constexpr int32_t kLargestGradientBits = 0x5F000000;
 constexpr int32_t kInfinityBits = 0x7F800000;

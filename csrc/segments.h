@@ -8,6 +8,7 @@
 
 namespace wsd {
 
+constexpr int32_t kMinBlock = 64;  // powers of two
 constexpr int32_t kMaxBlock = 1024;
 
 struct SegmentView {

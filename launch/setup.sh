@@ -39,7 +39,8 @@ sources() { find csrc -type f -print0 | LC_ALL=C sort -z; }
 interpreter() { "$1" -c 'import platform, sys; print(sys.base_prefix, platform.python_version())' 2>/dev/null; }
 wanted_pins="$root|$(interpreter "$python")|$(digest "$pins")|${TORCH_INDEX_URL:-}"
 mapfile -d '' -t csrc < <(sources)
-wanted_build="$wanted_pins|$(digest pyproject.toml setup.py megatron_wsd/__init__.py "${csrc[@]}")"
+nvcc="${MEGATRON_WSD_CUDA:-auto}|${TORCH_CUDA_ARCH_LIST:-}|$(command -v nvcc || true)"
+wanted_build="$wanted_pins|$nvcc|$(digest pyproject.toml setup.py megatron_wsd/__init__.py "${csrc[@]}")"
 
 holds() { [[ -f "$venv/$1" && "$(<"$venv/$1")" == "$2" ]]; }
 usable() { # its scripts name the folder that it was made in

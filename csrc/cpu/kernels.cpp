@@ -3,9 +3,10 @@
 
 #include "kernels.h"
 
+#include "../anchor.h"
+#include "../codec.h"
 #include "../counter_hash.h"
 #include "../digest.h"
-#include "../ratio_codec.h"
 
 #define WSD_ISA scalar
 #define WSD_TARGET

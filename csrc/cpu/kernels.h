@@ -4,61 +4,64 @@
 #include <string>
 #include <vector>
 
+#include "../codec.h"
+#include "../digest.h"
 #include "../outer_math.h"
 #include "../segments.h"
 
 namespace wsd::cpu {
 
-struct CodedState {
-  int8_t* r_codes;
-  uint8_t* s_codes;
-  float* r_scale;
-  float* s_scale;
+// What a step writes beside anchor and state, block by block, while they are in the cache.
+struct Extras {
+  uint16_t* copy;         // bf16 copy of the new anchor; may be null
+  DigestColumns columns;  // what the step wrote and is to be digested
 };
 
+// `anchor` is of fp32 or of bf16: the kernel that is called says so.
 struct Step8 {
   SegmentView segments;
-  float* anchor;
+  void* anchor;
   const float* grad;
   CodedState state;
   AdamConstants constants;
   uint64_t seed;
   uint64_t version;  // of the rounding: the number of this step
+  const DynamicTables* tables;
+  Extras extras;
 };
 
 struct Step32 {
   SegmentView segments;
-  float* anchor;
+  void* anchor;
   const float* grad;
   float* m;
   float* v;
   AdamConstants constants;
+  uint64_t seed;
+  uint64_t version;
+  Extras extras;
 };
 
 struct SgdStep {
   SegmentView segments;
-  float* anchor;
+  void* anchor;
   const float* grad;
   float* buffer;  // may be null: no momentum
   SgdConstants constants;
+  uint64_t seed;
+  uint64_t version;
+  Extras extras;
 };
 
-struct Decode8 {
+struct Moments8 {
   SegmentView segments;
-  CodedState state;
-  float eps;  // the eps sqrt(bc2) of the step that encoded
   float* m;
   float* v;
-};
-
-struct Encode8 {
-  SegmentView segments;
-  const float* m;
-  const float* v;
-  float eps;
+  float eps;  // the eps sqrt(bc2) of the step that encodes
   CodedState state;
   uint64_t seed;
   uint64_t version;
+  const DynamicTables* tables;
 };
 
 struct GradientCheck {
@@ -78,23 +81,34 @@ struct Accumulate {
 
 struct Digest {
   const unsigned char* bytes;
+  int64_t num_bytes;
   uint64_t salt;
 };
 
+struct BlockDigest {
+  SegmentView segments;
+  DigestColumns columns;
+};
+
+enum AnchorNumber : int { kFp32 = 0, kBf16 = 1, kAnchors = 2 };
+
+template <class Args, class Result>
+using Kernel = Result (*)(const Args&, int64_t, int64_t);
+
 // Every function works on a half-open range: of blocks where there are segments, of elements in finite_check
-// and accumulate, of whole 8-byte words in digest (whose result is the sum of the words; the caller adds the
-// tail).
+// and accumulate, of runs in digest. A step returns the sum of the digest of its blocks.
 struct Kernels {
   const char* name;
-  void (*step8)(const Step8&, int64_t, int64_t);
-  void (*step32)(const Step32&, int64_t, int64_t);
-  void (*sgd)(const SgdStep&, int64_t, int64_t);
-  void (*decode8)(const Decode8&, int64_t, int64_t);
-  void (*encode8)(const Encode8&, int64_t, int64_t);
-  bool (*gradient_check)(const GradientCheck&, int64_t, int64_t);
-  bool (*finite_check)(const FiniteCheck&, int64_t, int64_t);
-  void (*accumulate)(const Accumulate&, int64_t, int64_t);
-  uint64_t (*digest)(const Digest&, int64_t, int64_t);
+  Kernel<Step8, uint64_t> step8[kCodecs][kAnchors];
+  Kernel<Step32, uint64_t> step32[kAnchors];
+  Kernel<SgdStep, uint64_t> sgd[kAnchors];
+  Kernel<Moments8, uint64_t> decode8[kCodecs];
+  Kernel<Moments8, uint64_t> encode8[kCodecs];
+  Kernel<BlockDigest, uint64_t> digest_blocks;
+  Kernel<GradientCheck, bool> gradient_check;
+  Kernel<FiniteCheck, bool> finite_check;
+  Kernel<Accumulate, bool> accumulate;
+  Kernel<Digest, uint64_t> digest;
 };
 
 // What this processor can run, slowest first; "scalar" (the compiler's baseline) is always there.

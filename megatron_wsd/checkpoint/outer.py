@@ -30,7 +30,12 @@ def _segments(state: OuterState) -> list[list[Any]]:
 
 
 def _kind(config: Config) -> dict[str, Any]:
-    return {"optimizer": config.outer.optimizer, "state_bits": config.outer.state_bits}
+    outer = config.outer
+    return {
+        "optimizer": outer.optimizer,
+        "state_bits": outer.state_bits,
+        "anchor_dtype": outer.anchor_dtype,
+    }
 
 
 def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None:

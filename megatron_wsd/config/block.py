@@ -39,6 +39,7 @@ class OuterConfig(_Block):
     alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
     tau_cut: int = Field(32, ge=1, description="staleness from which a contribution counts nothing")
     state_bits: Literal[8, 32] = 8
+    anchor_dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16 is rounded stochastically")
     lr_schedule: Literal["constant", "follow_inner"] | dict[str, Any] = Field(
         "follow_inner", description="of the outer rate: a word, or the params of a WSD of its own"
     )

@@ -45,7 +45,7 @@ def capture(
     Args:
         shards: where the island holds its parameters.
         layout: of the flat buffers.
-        base: fp32 [layout.total], what the island trained from; not changed.
+        base: fp32 or bf16 [layout.total], what the island trained from; not changed.
         out: fp32 [layout.total], overwritten; zero in the padding before and after.
         version: outer step of ``base``.
         steps: inner steps since ``base``.

@@ -94,7 +94,8 @@ class OuterLoop:
         messages = address.islands * -(-4 * layout.total // config.sync.bucket_bytes) + 4
         patience = config.islands.join_timeout_s + config.islands.heartbeat_timeout_s
         self._group = IslandGroup(patience + messages * config.sync.timeout_s + 60)
-        anchor = torch.zeros(layout.total, dtype=torch.float32)
+        dtype = torch.bfloat16 if config.outer.anchor_dtype == "bf16" else torch.float32
+        anchor = torch.zeros(layout.total, dtype=dtype)
         self._shards.read(layout.views(anchor))
         outer = config.outer
         hyper = OuterHyper(
@@ -106,8 +107,8 @@ class OuterLoop:
             nesterov=outer.optimizer == "nesterov",
             seed=config.data.seed,
         )
-        self._state = OuterState(layout, anchor, make_outer(outer.optimizer, layout, hyper))
-        self._scratch = torch.zeros_like(anchor)
+        self._state = OuterState(layout, anchor, make_outer(outer.optimizer, layout, hyper, dtype))
+        self._scratch = torch.zeros(layout.total, dtype=torch.float32)
         where = address.run_dir if self._group.rank == 0 else None
         self.metrics = Metrics(
             where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
@@ -188,6 +189,9 @@ class OuterLoop:
             StopRequested: `stop_requested` said so.
         """
         half = self._joined()
+        if self.outer_step == self.inner_step == 0:
+            # An anchor in bf16 is not quite what the model was initialised to; all begin from the anchor.
+            self._shards.write(self._state.layout.views(self._state.anchor))
         count, islands = self._address.islands, self._config.islands
         started, told = time.monotonic(), 0.0
         while True:

@@ -37,7 +37,7 @@ class OuterState:
 
     Attributes:
         layout: of the flat buffers.
-        anchor: fp32 [layout.total], the last agreed parameters.
+        anchor: fp32 or bf16 [layout.total], the last agreed parameters.
         optimizer: the outer optimizer and its state.
         outer_step: committed rounds.
         tokens: committed tokens over all islands.
@@ -134,7 +134,7 @@ class OuterHalf:
         self.state = state
         self.settled = False
         self.schedule = config.schedule
-        self._merged = torch.zeros_like(state.anchor)
+        self._merged = torch.zeros(state.layout.total, dtype=torch.float32)
         self._incoming = torch.empty(
             min(state.anchor.numel(), max(1, config.sync.bucket_bytes // 4)), dtype=torch.float32
         )
@@ -281,6 +281,7 @@ class OuterHalf:
             problem = str(e)
         whole = self._group.all_agree(not problem)
         if receiving:
+            self.state.optimizer.forget_digest()  # a broadcast writes where torch does not see it
             if whole:
                 self.state.take_counters(counters)
             else:
@@ -303,6 +304,7 @@ class OuterHalf:
     ) -> None:
         """merged = sum of coefficient x pseudo-gradient, in the order of the island numbers, in fp32."""
         self._merged.zero_()
+        whole = True
         for island, coefficient in zip(decision.contributors, coefficients, strict=True):
             own = island == self._island
             for start, end in buckets(self._merged.numel(), self._config.sync.bucket_bytes):
@@ -312,8 +314,10 @@ class OuterHalf:
                 else:
                     part = self._incoming[: end - start]
                 self._seat.broadcast(part, decision.place(island))
-                native.accumulate(self._merged[start:end], part, coefficient)
-        if not self.state.optimizer.accepts(self._merged):
+                fits = native.accumulate(self._merged[start:end], part, coefficient)
+                if island == decision.contributors[-1]:  # what is written now is what will be stepped
+                    whole = whole and fits
+        if not whole:
             raise ExchangeError("the merged pseudo-gradient overflows fp32")
 
     def _commit(self, well: bool, why: str) -> bool:
@@ -335,9 +339,8 @@ class OuterHalf:
 
     def _step(self, decision: Decision) -> None:
         state = self.state
-        state.optimizer.step(
-            state.anchor, self._merged, lr_scale=rate_scale(self._config, self.schedule, decision)
-        )
+        scale = rate_scale(self._config, self.schedule, decision)
+        state.optimizer.step(state.anchor, self._merged, scale, checked=True)
         state.outer_step = decision.outer_step + 1
         state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
         state.inner_step = decision.inner_step

@@ -8,7 +8,9 @@ import torch
 
 from megatron_wsd.errors import NativeError
 from megatron_wsd.optim.layout import SegmentTable
-from megatron_wsd.optim.steps import State8
+from megatron_wsd.optim.steps import CodedState
+
+_CPU = torch.device("cpu")
 
 
 class BufferCheck:
@@ -16,21 +18,26 @@ class BufferCheck:
 
     Args:
         table: the segments that flat buffers are laid out by; None where there are none.
+        device: where every buffer must be.
 
     Raises (all methods):
         NativeError: device, dtype, layout, size or aliasing is wrong; names the buffer.
     """
 
-    def __init__(self, table: SegmentTable | None = None) -> None:
+    def __init__(self, table: SegmentTable | None = None, device: torch.device = _CPU) -> None:
         self._table = table
+        self._device = device
+        self._alignment = 16 if device.type == "cuda" else 1  # a warp reads 16 bytes a lane
         self._ranges: list[tuple[int, int, str, bool]] = []
 
     def buffer(self, name: str, t: Any, dtype: torch.dtype | None, *, written: bool = False) -> int:
-        """Any contiguous CPU tensor; of any dtype if `dtype` is None."""
+        """Any contiguous tensor on the device; of any dtype if `dtype` is None."""
         if not isinstance(t, torch.Tensor):
             raise NativeError(name, "a torch tensor", type(t).__name__)
-        if t.device.type != "cpu":
-            raise NativeError(name, "a tensor on the CPU", str(t.device), "Move it with .cpu() first.")
+        if t.device != self._device:
+            place = "the CPU" if self._device.type == "cpu" else str(self._device)
+            remedy = f"Move it with .to({str(self._device)!r}) first."
+            raise NativeError(name, f"a tensor on {place}", str(t.device), remedy)
         if t.layout != torch.strided:
             raise NativeError(name, "a dense tensor", str(t.layout), "Convert it with .to_dense().")
         if dtype is not None and t.dtype != dtype:
@@ -41,10 +48,12 @@ class BufferCheck:
         size = t.numel() * t.element_size()
         if size and start == 0:
             raise NativeError(name, "a tensor with memory behind it", "one without storage")
+        if start % self._alignment:
+            raise NativeError(name, f"memory that begins at a multiple of {self._alignment} bytes", "a view")
         self._ranges.append((start, start + size, name, written))
         return start
 
-    def flat(self, name: str, t: Any, dtype: torch.dtype, *, written: bool = False) -> int:
+    def flat(self, name: str, t: Any, dtype: torch.dtype | None, *, written: bool = False) -> int:
         """A buffer with one entry an element of the table; the padding after the last may be missing."""
         assert self._table is not None
         address = self.buffer(name, t, dtype, written=written)
@@ -54,18 +63,27 @@ class BufferCheck:
             raise NativeError(name, f"{expected} elements, as the segments need", str(t.numel()))
         return address
 
-    def state(self, state: State8, *, written: bool) -> tuple[int, int, int, int]:
-        """Codes and scales that fit the table."""
+    def anchor(self, t: Any) -> int:
+        """A flat buffer of fp32 or bf16 that is written."""
+        dtype = torch.bfloat16 if getattr(t, "dtype", None) == torch.bfloat16 else torch.float32
+        return self.flat("anchor", t, dtype, written=True)
+
+    def blocks(self, name: str, t: Any, *, written: bool = False) -> int:
+        """fp32, one entry a block of the table."""
         assert self._table is not None
-        blocks = self._table.num_blocks
+        address = self.buffer(name, t, torch.float32, written=written)
+        if t.numel() != self._table.num_blocks:
+            raise NativeError(name, f"{self._table.num_blocks} scales, one a block", str(t.numel()))
+        return address
+
+    def state(self, state: CodedState, *, written: bool) -> tuple[int, int, int, int]:
+        """Codes and scales that fit the table."""
+        a, b, *scales = state.tensors().items()
         addresses = [
-            self.flat("r_codes", state.r_codes, torch.int8, written=written),
-            self.flat("s_codes", state.s_codes, torch.uint8, written=written),
+            self.flat(name, t, dtype, written=written)
+            for (name, t), dtype in zip((a, b), state.CODES, strict=True)
         ]
-        for name, t in (("r_scale", state.r_scale), ("s_scale", state.s_scale)):
-            addresses.append(self.buffer(name, t, torch.float32, written=written))
-            if t.numel() != blocks:
-                raise NativeError(name, f"{blocks} scales, one a block", str(t.numel()))
+        addresses += [self.blocks(name, t, written=written) for name, t in scales]
         return addresses[0], addresses[1], addresses[2], addresses[3]
 
     def aliasing(self) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,11 @@ class SegmentTable:
     def num_blocks(self) -> int:
         """Blocks of the flat buffer; the length of a scale vector."""
         return self.padded // self.block_size
+
+    @cached_property
+    def on_devices(self) -> dict[Any, Any]:
+        """Copies of this table that CUDA kernels read, by device; kept as long as the table."""
+        return {}
 
 
 class FlatLayout:

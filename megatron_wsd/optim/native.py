@@ -1,92 +1,69 @@
-"""The one importer of the C++ extension: tensors are checked here before a pointer crosses.
+"""The way from tensors to kernels: everything is checked here before a pointer crosses.
 
-Every kernel gives the same bits for every instruction set and thread count, and leaves the padding between
-segments alone. `MEGATRON_WSD_ISA` forces an instruction set (`scalar`, `avx2`, `avx512`).
+Every kernel gives the same bits for every instruction set, thread count and device, and leaves the padding
+between segments alone. Steps run where the anchor lies: on the CPU, or on a CUDA device if the extension for
+it was built. All else is for the CPU.
+
+Two things a step does on request, in the same pass: a bf16 copy of the new anchor (to nearest, the working
+copy of a model), and the digest of all it wrote.
+
+A step looks for NaN, Inf and abs(g) > 2^63 before it writes: none may reach a part of a shard while other
+parts have stepped already, and a pass over memory cannot know what comes later in it. So a step alone reads
+the gradient twice. `accumulate`, which makes a merged gradient, tells the same of what it writes; with its
+word the step is told `checked=True` and reads it once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_wsd.errors import NativeError
+from megatron_wsd.optim.backend import Backend, backend_of
 from megatron_wsd.optim.buffers import BufferCheck
+from megatron_wsd.optim.digests import DigestSum, columns_of, digest, digest_flat
+from megatron_wsd.optim.extension import ISA_VARIABLE, build_info, extension, forced_isa
 from megatron_wsd.optim.layout import SegmentTable
-from megatron_wsd.optim.steps import AdamStep, SGDStep, State8, check_number
+from megatron_wsd.optim.segments import thread_count
+from megatron_wsd.optim.steps import AdamStep, CodedState, SGDStep, check_number
 
-ISA_VARIABLE = "MEGATRON_WSD_ISA"
-
-
-@functools.cache
-def extension() -> ModuleType:
-    """The compiled extension.
-
-    Raises:
-        NativeError: it is not built, or `MEGATRON_WSD_ISA` names what this processor does not have.
-    """
-    try:
-        from megatron_wsd import _C
-    except ImportError as error:
-        raise NativeError(
-            "megatron_wsd._C",
-            "the compiled extension",
-            str(error),
-            "Build it with ./launch/setup.sh, or with `pip install -e .` (needs g++ and python3-dev).",
-        ) from error
-    name = os.environ.get(ISA_VARIABLE)
-    if name:
-        _use_isa(_C, name, ISA_VARIABLE)
-    return _C
-
-
-def _use_isa(module: Any, name: str, field: str) -> str:
-    known = module.build_info()["isa_available"]
-    if name not in known:
-        raise NativeError(field, f"one that this processor has: {', '.join(known)}", name)
-    return str(module.use_isa(name))
-
-
-def build_info() -> dict[str, Any]:
-    """How the extension was built and what it runs on.
-
-    Returns:
-        `isa` in use, `isa_available`, `threads` of the machine, `compiler`, `cuda`.
-
-    Raises:
-        NativeError: the extension is not built.
-    """
-    return dict(extension().build_info())
-
-
-@contextlib.contextmanager
-def forced_isa(name: str) -> Iterator[None]:
-    """Run the kernels of this process with another instruction set, for tests and benchmarks.
-
-    Raises:
-        NativeError: the processor does not have it.
-    """
-    before = _use_isa(extension(), name, "isa")
-    try:
-        yield
-    finally:
-        extension().use_isa(before)
+__all__ = [
+    "ISA_VARIABLE",
+    "DigestSum",
+    "accumulate",
+    "all_finite",
+    "build_info",
+    "cgad_step8",
+    "cgad_step32",
+    "check_flat",
+    "decode8",
+    "digest",
+    "digest_flat",
+    "dynamic_map",
+    "encode8",
+    "extension",
+    "forced_isa",
+    "gradient_ok",
+    "sgd_step",
+]
 
 
 def check_flat(table: SegmentTable, **buffers: torch.Tensor) -> None:
-    """Refuse fp32 buffers that are not flat as `table` says, or that overlap.
+    """Refuse CPU buffers that are not fp32 and flat as `table` says, or that overlap.
+
+    A buffer named `anchor` may be bf16, and one named `copy` must be.
 
     Raises:
         NativeError: naming the buffer.
     """
     check = BufferCheck(table)
     for name, tensor in buffers.items():
-        check.flat(name, tensor, torch.float32, written=True)
+        if name == "anchor":
+            check.anchor(tensor)
+        else:
+            check.flat(name, tensor, torch.bfloat16 if name == "copy" else torch.float32, written=True)
     check.aliasing()
 
 
@@ -98,56 +75,60 @@ def gradient_ok(grad: torch.Tensor, table: SegmentTable, threads: int | None = N
     Args:
         grad: fp32, flat as `table` says; padding is not looked at.
         table: where the segments lie.
-        threads: by default torch's.
+        threads: of the CPU; by default torch's.
+
+    Raises:
+        NativeError: the buffer has the wrong dtype, layout or size.
     """
-    check = BufferCheck(table)
-    address = check.flat("grad", grad, torch.float32)
-    return bool(extension().gradient_ok(_segments(table), address, _threads(threads)))
+    backend = backend_of(grad, table, threads)
+    address = BufferCheck(table, backend.device).flat("grad", grad, torch.float32)
+    return backend.gradient_ok(address)
 
 
 def cgad_step8(
     anchor: torch.Tensor,
     grad: torch.Tensor,
-    state: State8,
+    state: CodedState,
     table: SegmentTable,
     hyper: AdamStep,
     *,
     threads: int | None = None,
     checked: bool = False,
+    copy: torch.Tensor | None = None,
+    digest: DigestSum | None = None,
 ) -> bool:
     """One AdamW step with 8-bit moments, in place in `anchor` and `state`.
 
         m = beta1 m + (1 - beta1) gate g;  v = beta2 v + (1 - beta2) (gate g)^2
         p = p (1 - lr weight_decay);  p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps)
 
-    as torch.optim.AdamW has it; the moments are then rounded stochastically into the ratio codec, by a hash
-    of (seed, parameter key, element within the parameter, step).
+    as torch.optim.AdamW has it. The moments then go into the codec of `state`: the ratio codec (`State8`)
+    rounds stochastically, the dynamic maps (`DynamicState8`, CPU only) to nearest. A bf16 anchor is rounded
+    stochastically. All such rounding is a hash of (seed, parameter key, element within the parameter, step).
 
     Args:
-        anchor: fp32, flat as `table` says; changed.
+        anchor: fp32 or bf16, flat as `table` says; changed.
         grad: fp32, likewise.
         state: changed.
-        table: where the segments lie.
+        table: where the segments lie; on a CUDA device with blocks of 256.
         hyper: the numbers of this step.
-        threads: by default torch's.
-        checked: the caller has asked `gradient_ok` already.
+        threads: of the CPU; by default torch's.
+        checked: the caller knows that `gradient_ok(grad)`.
+        copy: bf16, flat; overwritten with the new anchor rounded to nearest, except for padding.
+        digest: what `digest_flat` of {"anchor": anchor, **state.tensors()} would add is added to it.
 
     Returns:
-        False if the gradient is not usable (see `gradient_ok`); nothing has changed then.
+        False if the gradient is not usable (see `gradient_ok`); nothing has changed then. Always True if
+        `checked`.
 
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or overlaps another.
     """
-    check = BufferCheck(table)
-    p = check.flat("anchor", anchor, torch.float32, written=True)
-    g = check.flat("grad", grad, torch.float32)
-    coded = check.state(state, written=True)
-    check.aliasing()
-    segments, n = _segments(table), _threads(threads)
-    if not checked and not extension().gradient_ok(segments, g, n):
-        return False
-    extension().cgad_step8(segments, p, g, *coded, _adam(hyper), n)
-    return True
+    step = _Step(anchor, grad, table, threads, copy, digest, state.tensors())
+    codec, coded = step.backend.codec(state), step.check.state(state, written=True)
+    return step.run(
+        checked, lambda b, call: b.module.cgad_step8(b.segments, call, codec, coded, adam(hyper, b))
+    )
 
 
 def cgad_step32(
@@ -160,8 +141,12 @@ def cgad_step32(
     *,
     threads: int | None = None,
     checked: bool = False,
+    copy: torch.Tensor | None = None,
+    digest: DigestSum | None = None,
 ) -> bool:
     """The same step as `cgad_step8` with fp32 moments `m` and `v`, flat as the anchor; all three changed.
+
+    Its digest is that of {"anchor": anchor, "m": m, "v": v}.
 
     Returns:
         False if the gradient is not usable (see `gradient_ok`); nothing has changed then.
@@ -169,16 +154,9 @@ def cgad_step32(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or overlaps another.
     """
-    check = BufferCheck(table)
-    p = check.flat("anchor", anchor, torch.float32, written=True)
-    g = check.flat("grad", grad, torch.float32)
-    moments = [check.flat(name, t, torch.float32, written=True) for name, t in (("m", m), ("v", v))]
-    check.aliasing()
-    segments, n = _segments(table), _threads(threads)
-    if not checked and not extension().gradient_ok(segments, g, n):
-        return False
-    extension().cgad_step32(segments, p, g, *moments, _adam(hyper), n)
-    return True
+    step = _Step(anchor, grad, table, threads, copy, digest, {"m": m, "v": v})
+    moments = [step.check.flat(name, t, torch.float32, written=True) for name, t in (("m", m), ("v", v))]
+    return step.run(checked, lambda b, call: b.module.cgad_step32(b.segments, call, *moments, adam(hyper, b)))
 
 
 def sgd_step(
@@ -190,19 +168,25 @@ def sgd_step(
     *,
     threads: int | None = None,
     checked: bool = False,
+    copy: torch.Tensor | None = None,
+    digest: DigestSum | None = None,
 ) -> bool:
     """One SGD step as torch.optim.SGD with dampening 0 defines it, in place in `anchor` and `momentum`.
 
         g = g + weight_decay p;  b = momentum b + g;  p -= lr (g + momentum b if nesterov else b)
 
+    On the CPU only.
+
     Args:
-        anchor: fp32, flat as `table` says; changed.
+        anchor: fp32, or bf16 (rounded stochastically), flat as `table` says; changed.
         grad: fp32, likewise.
         momentum: the buffer b, fp32, likewise, zeros at first; None where `hyper.momentum` is 0.
         table: where the segments lie.
         hyper: the numbers of this step.
         threads: by default torch's.
-        checked: the caller has asked `gradient_ok` already.
+        checked: the caller knows that `gradient_ok(grad)`.
+        copy: bf16, flat; overwritten with the new anchor rounded to nearest, except for padding.
+        digest: that of {"anchor": anchor, "momentum": momentum if there is one} is added to it.
 
     Returns:
         False if the gradient is not usable (see `gradient_ok`); nothing has changed then.
@@ -213,25 +197,66 @@ def sgd_step(
     if (momentum is None) != (hyper.momentum == 0.0):
         got = "none" if momentum is None else "a buffer"
         raise NativeError("momentum", "a buffer exactly where hyper.momentum > 0", got)
-    check = BufferCheck(table)
-    p = check.flat("anchor", anchor, torch.float32, written=True)
-    g = check.flat("grad", grad, torch.float32)
-    b = 0 if momentum is None else check.flat("momentum", momentum, torch.float32, written=True)
-    check.aliasing()
-    segments, n = _segments(table), _threads(threads)
-    if not checked and not extension().gradient_ok(segments, g, n):
-        return False
-    extension().sgd_step(segments, p, g, b, hyper.lr, hyper.momentum, hyper.nesterov, hyper.weight_decay, n)
-    return True
+    state = {} if momentum is None else {"momentum": momentum}
+    step = _Step(anchor, grad, table, threads, copy, digest, state)
+    if step.backend.device.type != "cpu":
+        raise NativeError("anchor", "a tensor on the CPU", str(anchor.device), "Move it with .cpu() first.")
+    b = 0 if momentum is None else step.check.flat("momentum", momentum, torch.float32, written=True)
+    numbers = extension().SgdHyper(
+        lr=hyper.lr,
+        momentum=hyper.momentum,
+        weight_decay=hyper.weight_decay,
+        nesterov=hyper.nesterov,
+        step=hyper.step,
+        seed=hyper.seed,
+    )
+    return step.run(checked, lambda e, call: e.module.sgd_step(e.segments, call, b, numbers))
 
 
-def decode8(state: State8, table: SegmentTable, hyper: AdamStep, m: torch.Tensor, v: torch.Tensor) -> None:
+class _Step:
+    """What every step has in common: checked buffers, the look at the gradient, the digest."""
+
+    def __init__(
+        self,
+        anchor: torch.Tensor,
+        grad: torch.Tensor,
+        table: SegmentTable,
+        threads: int | None,
+        copy: torch.Tensor | None,
+        digest: DigestSum | None,
+        state: dict[str, torch.Tensor],
+    ) -> None:
+        self.backend = backend_of(anchor, table, threads)
+        self.check = BufferCheck(table, self.backend.device)
+        self._anchor = self.check.anchor(anchor)
+        self._grad = self.check.flat("grad", grad, torch.float32)
+        self._copy = 0 if copy is None else self.check.flat("copy", copy, torch.bfloat16, written=True)
+        self._bf16 = anchor.dtype == torch.bfloat16
+        self._digest = digest
+        self._written = {"anchor": anchor, **state}
+
+    def run(self, checked: bool, launch: Callable[[Backend, Any], Any]) -> bool:
+        """Launch if the gradient is usable; all buffers of the step must have passed `check` by now."""
+        self.check.aliasing()
+        if not checked and not self.backend.gradient_ok(self._grad):
+            return False
+        columns = [] if self._digest is None else columns_of(self._digest.part, self._written)
+        call = self.backend.step_call(self._anchor, self._bf16, self._grad, self._copy, columns)
+        total = launch(self.backend, call)
+        if self._digest is not None:
+            self._digest.add(self.backend.digest_of(call, total))
+        return True
+
+
+def decode8(
+    state: CodedState, table: SegmentTable, hyper: AdamStep, m: torch.Tensor, v: torch.Tensor
+) -> None:
     """Write the moments that `state` stands for into `m` and `v`, fp32, flat as `table` says.
 
     Args:
         state: as the step `hyper.step` left it.
         table: where the segments lie.
-        hyper: of that step; its `betas[1]`, `eps` and `step` enter the ratio.
+        hyper: of that step; its `betas[1]`, `eps` and `step` enter the ratio of the ratio codec.
         m: first moment, overwritten except for padding.
         v: second moment, likewise.
 
@@ -242,11 +267,16 @@ def decode8(state: State8, table: SegmentTable, hyper: AdamStep, m: torch.Tensor
     coded = check.state(state, written=False)
     moments = [check.flat(name, t, torch.float32, written=True) for name, t in (("m", m), ("v", v))]
     check.aliasing()
-    extension().decode8(_segments(table), *coded, _adam(hyper), *moments, _threads(None))
+    backend = backend_of(m, table, None)
+    extension().decode8(
+        backend.segments, state.CODEC, coded, adam(hyper, backend), *moments, thread_count(None)
+    )
 
 
-def encode8(m: torch.Tensor, v: torch.Tensor, table: SegmentTable, hyper: AdamStep, state: State8) -> None:
-    """The inverse of `decode8`, rounding stochastically as the step `hyper.step` would.
+def encode8(
+    m: torch.Tensor, v: torch.Tensor, table: SegmentTable, hyper: AdamStep, state: CodedState
+) -> None:
+    """The inverse of `decode8`, rounding as the step `hyper.step` would.
 
     Args:
         m: first moment, fp32, flat as `table` says; finite.
@@ -262,33 +292,42 @@ def encode8(m: torch.Tensor, v: torch.Tensor, table: SegmentTable, hyper: AdamSt
     moments = [check.flat(name, t, torch.float32) for name, t in (("m", m), ("v", v))]
     coded = check.state(state, written=True)
     check.aliasing()
-    extension().encode8(_segments(table), *moments, _adam(hyper), *coded, _threads(None))
+    backend = backend_of(m, table, None)
+    extension().encode8(
+        backend.segments, state.CODEC, *moments, adam(hyper, backend), coded, thread_count(None)
+    )
 
 
-def digest(tensor: torch.Tensor, salt: int = 0) -> int:
-    """A 64-bit digest of the bytes of a tensor, in which every bit and its position count.
+def dynamic_map(*, signed: bool) -> torch.Tensor:
+    """The values of the dynamic map: fp32 [256], strictly increasing, with an exact 0 and 1.
 
-    Args:
-        tensor: contiguous, on the CPU, any dtype.
-        salt: another salt, another digest; 0 to 2^64 - 1.
+    Decade i = 0..6 holds n = 2^i (signed) or 2^(i + 1) (unsigned) values, 10^(i - 6) times the middles of n
+    equal parts of [0.1, 1]; the signed map has their negatives too, but not -1.
+
+    Reference:
+        8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
     """
-    address = BufferCheck().buffer("tensor", tensor, None)
-    return int(extension().digest64(address, tensor.numel() * tensor.element_size(), salt, _threads(None)))
+    return torch.tensor(extension().dynamic_map(signed), dtype=torch.float32)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether a contiguous fp32 CPU tensor holds no NaN and no Inf."""
     address = BufferCheck().buffer("tensor", tensor, torch.float32)
-    return bool(extension().all_finite(address, tensor.numel(), _threads(None)))
+    return bool(extension().all_finite(address, tensor.numel(), thread_count(None)))
 
 
-def accumulate(out: torch.Tensor, x: torch.Tensor, weight: float) -> None:
+def accumulate(out: torch.Tensor, x: torch.Tensor, weight: float) -> bool:
     """out += weight * x in fp32: the product is rounded, then the sum; never fused.
+
+    Looks at what it writes, so that nobody needs to read it again to know whether a step can take it.
 
     Args:
         out: fp32, contiguous, on the CPU; changed.
         x: likewise, as many elements, no overlap with `out`.
         weight: rounded to fp32 first; finite.
+
+    Returns:
+        Whether all that was written is finite and at most 2^63 in magnitude, as `gradient_ok` wants it.
 
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or they overlap.
@@ -299,26 +338,12 @@ def accumulate(out: torch.Tensor, x: torch.Tensor, weight: float) -> None:
         raise NativeError("x", f"{out.numel()} elements, as out has", f"{x.numel()}")
     check.aliasing()
     check_number("weight", weight, -3.4e38, 3.4e38)
-    extension().accumulate(*addresses, out.numel(), weight, _threads(None))
+    return bool(extension().accumulate(*addresses, out.numel(), weight, thread_count(None)))
 
 
-def _threads(threads: int | None) -> int:
-    if threads is None:
-        return torch.get_num_threads()
-    if not 1 <= threads <= 4096:
-        raise NativeError("threads", "a count from 1 to 4096", threads)
-    return threads
-
-
-def _segments(t: SegmentTable) -> Any:
-    try:
-        return extension().Segments(t.offset, t.numel, t.key, t.element0, t.block_size)
-    except (ValueError, TypeError) as error:
-        raise NativeError("table", "segments that FlatLayout could have made", str(error)) from error
-
-
-def _adam(h: AdamStep) -> Any:
-    return extension().AdamHyper(
+def adam(h: AdamStep, backend: Backend) -> Any:
+    """The numbers of a step as the extension of `backend` takes them."""
+    return backend.module.AdamHyper(
         lr=h.lr,
         beta1=h.betas[0],
         beta2=h.betas[1],

@@ -6,14 +6,17 @@ gated pseudo-gradient is AdamW.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_wsd.errors import CheckpointError, FieldError
+from megatron_wsd.errors import CheckpointError, FieldError, NativeError
 from megatron_wsd.optim import native
-from megatron_wsd.optim.layout import FlatLayout
+from megatron_wsd.optim.digests import MASK, DigestSum
+from megatron_wsd.optim.layout import FlatLayout, SegmentTable
 from megatron_wsd.optim.steps import AdamStep, SGDStep, State8
 
 
@@ -28,7 +31,7 @@ class OuterHyper:
         weight_decay: decoupled for Adam, added to the gradient for SGD.
         momentum: SGD's, in [0, 1).
         nesterov: SGD's.
-        seed: of the stochastic rounding of 8-bit moments.
+        seed: of the stochastic rounding of 8-bit moments and of bf16 anchors.
     """
 
     lr: float
@@ -40,54 +43,122 @@ class OuterHyper:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """A part of anchor and state that one kernel call steps.
+
+    Attributes:
+        name: enters the digest.
+        table: where the segments of the part lie in its tensors.
+        tensors: anchor and state of the part by name, live.
+    """
+
+    name: str
+    table: SegmentTable
+    tensors: dict[str, torch.Tensor]
+
+
 class OuterOptimizer(ABC):
     """An optimizer of one rank's flat anchor.
 
     Args:
         layout: of anchor, pseudo-gradient and state.
         hyper: hyper-parameters.
+        anchor_dtype: of the anchor: torch.float32, or torch.bfloat16 with stochastic rounding.
 
     Attributes:
-        t: steps taken; may be set when state of another island or a checkpoint is taken over.
+        anchor_dtype: as given.
 
     Raises:
+        FieldError: no such anchor dtype.
         NativeError: a hyper-parameter is out of range.
     """
 
-    def __init__(self, layout: FlatLayout, hyper: OuterHyper) -> None:
+    def __init__(
+        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+    ) -> None:
+        if anchor_dtype not in (torch.float32, torch.bfloat16):
+            raise FieldError("anchor_dtype", "torch.float32 or torch.bfloat16", anchor_dtype)
         self.layout = layout
         self.hyper = hyper
-        self.t = 0
+        self.anchor_dtype = anchor_dtype
+        self._t = 0
+        self._known: tuple[int, tuple[tuple[int, int], ...]] | None = None
+
+    @property
+    def t(self) -> int:
+        """Steps taken; may be set when state of another island or a checkpoint is taken over."""
+        return self._t
+
+    @t.setter
+    def t(self, value: int) -> None:
+        self._t = value
+        self.forget_digest()
 
     def accepts(self, merged: torch.Tensor) -> bool:
         """Whether `step` can take this pseudo-gradient: no NaN, no Inf, every magnitude at most 2^63."""
         return native.gradient_ok(merged, self.layout.table)
 
-    def step(self, anchor: torch.Tensor, merged: torch.Tensor, lr_scale: float = 1.0) -> None:
+    def step(
+        self,
+        anchor: torch.Tensor,
+        merged: torch.Tensor,
+        lr_scale: float = 1.0,
+        *,
+        checked: bool = False,
+        copy: torch.Tensor | None = None,
+    ) -> int:
         """Move the anchor against the merged pseudo-gradient; count the step.
 
+        All in one pass over the shard, digest and copy included; and one pass over the pseudo-gradient before
+        it unless `checked`: none of the shard may step if any of it cannot, and a pass that writes as it goes
+        cannot know what comes later.
+
         Args:
-            anchor: fp32 [layout.total], changed in place.
+            anchor: `anchor_dtype` [layout.total], changed in place.
             merged: fp32 [layout.total], already gated.
             lr_scale: multiplies the learning rate of this step.
+            checked: the caller knows that `accepts(merged)`, for instance from `native.accumulate`.
+            copy: bf16 [layout.total]; overwritten with the new anchor rounded to nearest, except for padding.
+
+        Returns:
+            `digest(anchor)` after the step.
 
         Raises:
             FieldError: `accepts(merged)` is False; nothing has changed.
             NativeError: a buffer is not as the layout says; nothing has changed.
         """
-        if not self.accepts(merged):
+        self._check(anchor, merged, copy)
+        if not checked and not self.accepts(merged):
             raise FieldError(
                 "pseudo-gradient",
                 "finite numbers of magnitude at most 2**63",
                 "NaN, Inf or larger",
                 "Nothing was stepped; drop the contribution that brought it.",
             )
-        self._step(anchor, merged, self.hyper.lr * lr_scale, self.t + 1)
-        self.t += 1
+        t = self.t + 1
+        total = self._step(anchor, merged, self.hyper.lr * lr_scale, t, copy)
+        self.t = t
+        self._known = (self._finished(total), self._versions(anchor))
+        return self._known[0]
+
+    def _check(self, anchor: torch.Tensor, merged: torch.Tensor, copy: torch.Tensor | None) -> None:
+        dtype = getattr(anchor, "dtype", None)
+        if dtype != self.anchor_dtype:
+            raise NativeError("anchor", f"dtype {self.anchor_dtype}", str(dtype))
+        # Whole buffers are checked before a first part is stepped.
+        buffers = {"anchor": anchor, "merged": merged} | ({} if copy is None else {"copy": copy})
+        native.check_flat(self.layout.table, **buffers)
 
     @abstractmethod
-    def _step(self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int) -> None:
-        """Take the `t`-th step with a checked pseudo-gradient; change nothing if a buffer is refused."""
+    def _step(
+        self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int, copy: torch.Tensor | None
+    ) -> int:
+        """Take the `t`-th step with checked buffers; return the sum of the digests of `_parts(anchor)`."""
+
+    @abstractmethod
+    def _parts(self, anchor: torch.Tensor) -> list[StatePart]:
+        """Anchor and state as the kernels step them."""
 
     @abstractmethod
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -120,11 +191,32 @@ class OuterOptimizer(ABC):
         self.t = t
 
     def digest(self, anchor: torch.Tensor) -> int:
-        """64-bit digest of the anchor, the state and the step count."""
-        value = native.digest(anchor, self.t)
-        for _, tensor in sorted(self.state_tensors().items()):
-            value = native.digest(tensor, value)
-        return value
+        """64-bit digest of the anchor, the state and the step count. Padding does not count.
+
+        Free after a step: it came out of the step's own pass. After any change to anchor or state that torch
+        counts, or of `t`, it is read from memory, with the same result for the same contents. What torch does
+        not count (numpy, a collective, other native code) must be told by `forget_digest`.
+        """
+        if self._known is not None and self._known[1] == self._versions(anchor):
+            return self._known[0]
+        total = 0
+        for part in self._parts(anchor):
+            found = DigestSum(part.name)
+            native.digest_flat(part.table, part.tensors, found)
+            total += found.total
+        self._known = (self._finished(total), self._versions(anchor))
+        return self._known[0]
+
+    def forget_digest(self) -> None:
+        """Let the next `digest` read anchor and state: they were written in a way that torch does not see."""
+        self._known = None
+
+    def _finished(self, total: int) -> int:
+        packed = struct.pack("<Qq", total & MASK, self.t)
+        return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+    def _versions(self, anchor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+        return tuple((t.data_ptr(), t._version) for t in (anchor, *self.state_tensors().values()))
 
 
 class CGADOuter(OuterOptimizer):
@@ -133,8 +225,10 @@ class CGADOuter(OuterOptimizer):
     A layout without quantised segments makes it the fp32 reference.
     """
 
-    def __init__(self, layout: FlatLayout, hyper: OuterHyper) -> None:
-        super().__init__(layout, hyper)
+    def __init__(
+        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(layout, hyper, anchor_dtype)
         self._numbers = AdamStep(
             lr=hyper.lr,
             betas=hyper.betas,
@@ -147,50 +241,91 @@ class CGADOuter(OuterOptimizer):
         self._m = torch.zeros(layout.total - layout.quantised_total, dtype=torch.float32)
         self._v = torch.zeros_like(self._m)
 
-    def _step(self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int) -> None:
+    def _step(
+        self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int, copy: torch.Tensor | None
+    ) -> int:
         numbers = replace(self._numbers, lr=lr, step=t)
-        # The whole anchor is checked before its first part is stepped.
-        native.check_flat(self.layout.table, anchor=anchor, merged=merged)
-        cut, layout = self.layout.quantised_total, self.layout
-        native.cgad_step8(anchor[:cut], merged[:cut], self._coded, layout.table8, numbers, checked=True)
-        native.cgad_step32(
-            anchor[cut:], merged[cut:], self._m, self._v, layout.table32, numbers, checked=True
+        cut = self.layout.quantised_total
+        copies = (None, None) if copy is None else (copy[:cut], copy[cut:])
+        part8, part32 = self._parts(anchor)
+        digest8, digest32 = DigestSum(part8.name), DigestSum(part32.name)
+        native.cgad_step8(
+            part8.tensors["anchor"],
+            merged[:cut],
+            self._coded,
+            part8.table,
+            numbers,
+            checked=True,
+            copy=copies[0],
+            digest=digest8,
         )
+        native.cgad_step32(
+            part32.tensors["anchor"],
+            merged[cut:],
+            self._m,
+            self._v,
+            part32.table,
+            numbers,
+            checked=True,
+            copy=copies[1],
+            digest=digest32,
+        )
+        return digest8.total + digest32.total
+
+    def _parts(self, anchor: torch.Tensor) -> list[StatePart]:
+        cut = self.layout.quantised_total
+        return [
+            StatePart("coded", self.layout.table8, {"anchor": anchor[:cut], **self._coded.tensors()}),
+            StatePart("plain", self.layout.table32, {"anchor": anchor[cut:], "m": self._m, "v": self._v}),
+        ]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        c = self._coded
-        return {
-            "r_codes": c.r_codes,
-            "s_codes": c.s_codes,
-            "r_scale": c.r_scale,
-            "s_scale": c.s_scale,
-            "m": self._m,
-            "v": self._v,
-        }
+        return {**self._coded.tensors(), "m": self._m, "v": self._v}
 
 
 class SGDOuter(OuterOptimizer):
     """SGD with momentum, plain or Nesterov, as torch defines it; no state where the momentum is 0."""
 
-    def __init__(self, layout: FlatLayout, hyper: OuterHyper) -> None:
-        super().__init__(layout, hyper)
+    def __init__(
+        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(layout, hyper, anchor_dtype)
         self._numbers = SGDStep(
             lr=hyper.lr,
             momentum=hyper.momentum,
             nesterov=hyper.nesterov,
             weight_decay=hyper.weight_decay,
+            seed=hyper.seed,
         )
         self._buffer = torch.zeros(layout.total, dtype=torch.float32) if hyper.momentum else None
 
-    def _step(self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int) -> None:
-        numbers = replace(self._numbers, lr=lr)
-        native.sgd_step(anchor, merged, self._buffer, self.layout.table, numbers, checked=True)
+    def _step(
+        self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int, copy: torch.Tensor | None
+    ) -> int:
+        numbers = replace(self._numbers, lr=lr, step=t)
+        digest = DigestSum("sgd")
+        native.sgd_step(
+            anchor,
+            merged,
+            self._buffer,
+            self.layout.table,
+            numbers,
+            checked=True,
+            copy=copy,
+            digest=digest,
+        )
+        return digest.total
+
+    def _parts(self, anchor: torch.Tensor) -> list[StatePart]:
+        return [StatePart("sgd", self.layout.table, {"anchor": anchor, **self.state_tensors()})]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {} if self._buffer is None else {"momentum": self._buffer}
 
 
-def make_outer(kind: str, layout: FlatLayout, hyper: OuterHyper) -> OuterOptimizer:
+def make_outer(
+    kind: str, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+) -> OuterOptimizer:
     """The outer optimizer of that name.
 
     Args:
@@ -198,15 +333,16 @@ def make_outer(kind: str, layout: FlatLayout, hyper: OuterHyper) -> OuterOptimiz
             not in the step), `sgd` (plain), or `nesterov` (the DiLoCo recipe; needs `hyper.momentum` > 0).
         layout: of the flat buffers; its quantised part decides which moments are kept in 8 bits.
         hyper: hyper-parameters.
+        anchor_dtype: torch.float32, or torch.bfloat16: half the memory, rounded stochastically.
 
     Raises:
-        FieldError: no such kind.
+        FieldError: no such kind or anchor dtype.
         NativeError: a hyper-parameter is out of range.
     """
     if kind in ("cgad", "adam_decay", "adam"):
-        return CGADOuter(layout, hyper)
+        return CGADOuter(layout, hyper, anchor_dtype)
     if kind == "sgd":
-        return SGDOuter(layout, replace(hyper, nesterov=False))
+        return SGDOuter(layout, replace(hyper, nesterov=False), anchor_dtype)
     if kind == "nesterov":
-        return SGDOuter(layout, replace(hyper, nesterov=True))
+        return SGDOuter(layout, replace(hyper, nesterov=True), anchor_dtype)
     raise FieldError("outer.optimizer", "cgad, adam_decay, adam, sgd or nesterov", kind)

@@ -1,13 +1,17 @@
-"""The numbers of one outer step, and the 8-bit form of Adam's moments."""
+"""The numbers of one outer step, and the 8-bit forms of Adam's moments."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megatron_wsd.errors import NativeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SMALLEST_EPS = 1e-20  # the codec stores a scale below 2^-100 as zero, which is then far below eps
 
@@ -45,10 +49,7 @@ class AdamStep:
         check_number("eps", self.eps, SMALLEST_EPS, math.inf)
         check_number("weight_decay", self.weight_decay, 0.0, math.inf)
         check_number("gate", self.gate, 0.0, 1.0)
-        if not 1 <= self.step < 2**63:
-            raise NativeError("step", "a count from 1", self.step)
-        if not 0 <= self.seed < 2**64:
-            raise NativeError("seed", "an integer from 0 to 2**64 - 1", self.seed)
+        _check_counter(self.step, self.seed)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class SGDStep:
         momentum: in [0, 1).
         nesterov: step along g + momentum * buffer instead of along the buffer.
         weight_decay: added to the gradient, >= 0.
+        step: number of this step, from 1: of the rounding of a bf16 anchor.
+        seed: of that rounding, 0 to 2^64 - 1.
 
     Raises:
         NativeError: one of them is out of range.
@@ -69,6 +72,8 @@ class SGDStep:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    step: int = 1
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_number("lr", self.lr, 0.0, math.inf)
@@ -77,10 +82,41 @@ class SGDStep:
         if self.nesterov and self.momentum == 0.0:
             raise NativeError("nesterov", "a momentum > 0", "momentum 0")
         check_number("weight_decay", self.weight_decay, 0.0, math.inf)
+        _check_counter(self.step, self.seed)
+
+
+class CodedState:
+    """Adam's moments in a codec: two codes an element, then two fp32 scales a block.
+
+    Attributes:
+        CODEC: number of the codec in the extension.
+        CODES: dtypes of the two codes.
+        ZEROS: the two codes that stand for m = v = 0 where the scales are 0.
+    """
+
+    CODEC: ClassVar[int]
+    CODES: ClassVar[tuple[torch.dtype, torch.dtype]]
+    ZEROS: ClassVar[tuple[int, int]]
+
+    @classmethod
+    def zeros(cls, numel: int, block_size: int, device: torch.device | str = "cpu") -> Self:
+        """Fresh state: m = v = 0."""
+        blocks = -(-numel // block_size)
+        return cls(
+            *(
+                torch.full((numel,), zero, dtype=dtype, device=device)
+                for dtype, zero in zip(cls.CODES, cls.ZEROS, strict=True)
+            ),
+            *(torch.zeros(blocks, dtype=torch.float32, device=device) for _ in range(2)),
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The four tensors by name, live: codes, then scales."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class State8:
+class State8(CodedState):
     """Adam's moments in the ratio codec: r = m / (sqrt(v) + eps) and s = sqrt(v).
 
     Attributes:
@@ -90,21 +126,35 @@ class State8:
         s_scale: fp32, one a block; the largest s. 0 means that the block's moments are all 0.
     """
 
+    CODEC = 0
+    CODES = (torch.int8, torch.uint8)
+    ZEROS = (0, 0)
+
     r_codes: torch.Tensor
     s_codes: torch.Tensor
     r_scale: torch.Tensor
     s_scale: torch.Tensor
 
-    @classmethod
-    def zeros(cls, numel: int, block_size: int) -> State8:
-        """Fresh state: m = v = 0."""
-        blocks = -(-numel // block_size)
-        return cls(
-            torch.zeros(numel, dtype=torch.int8),
-            torch.zeros(numel, dtype=torch.uint8),
-            torch.zeros(blocks, dtype=torch.float32),
-            torch.zeros(blocks, dtype=torch.float32),
-        )
+
+@dataclass(frozen=True)
+class DynamicState8(CodedState):
+    """Adam's moments in the dynamic maps, laid out as bitsandbytes lays out its 8-bit blockwise state.
+
+    Attributes:
+        m_codes: uint8, one an element; into `native.dynamic_map(signed=True)`, 127 is exactly 0.
+        v_codes: uint8, one an element; into `native.dynamic_map(signed=False)`, 0 is exactly 0.
+        m_scale: fp32, one a block; the largest abs(m).
+        v_scale: fp32, one a block; the largest v.
+    """
+
+    CODEC = 1
+    CODES = (torch.uint8, torch.uint8)
+    ZEROS = (127, 0)
+
+    m_codes: torch.Tensor
+    v_codes: torch.Tensor
+    m_scale: torch.Tensor
+    v_scale: torch.Tensor
 
 
 def check_number(field: str, value: float, low: float, high: float) -> None:
@@ -116,3 +166,10 @@ def check_number(field: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         bound = f">= {low}" if high == math.inf else f"from {low} to {high}"
         raise NativeError(field, f"a finite number {bound}", value)
+
+
+def _check_counter(step: int, seed: int) -> None:
+    if not 1 <= step < 2**63:
+        raise NativeError("step", "a count from 1", step)
+    if not 0 <= seed < 2**64:
+        raise NativeError("seed", "an integer from 0 to 2**64 - 1", seed)

@@ -85,12 +85,13 @@ def build(number: int, islands: int, lighthouse: str, raw: dict[str, Any], weigh
     layout = FlatLayout(
         [Segment(f"p{i}", parameter_key(f"p{i}"), n, 0, quantised and n > 300) for i, n in enumerate(SIZES)]
     )
-    anchor = torch.zeros(layout.total)
+    dtype = torch.bfloat16 if config.outer.anchor_dtype == "bf16" else torch.float32
+    anchor = torch.zeros(layout.total, dtype=dtype)
     g = torch.Generator().manual_seed(weight_seed)
     for view in layout.views(anchor):
         view.copy_(torch.randn(view.numel(), generator=g))
     hyper = OuterHyper(lr=config.outer.lr, betas=config.outer.betas, eps=config.outer.eps)
-    state = OuterState(layout, anchor, make_outer(config.outer.optimizer, layout, hyper))
+    state = OuterState(layout, anchor, make_outer(config.outer.optimizer, layout, hyper, dtype))
     seat = Membership(address, group, config)
     half = OuterHalf(config, number, group, seat, state)
     island = Island(number, config, half, seat, state)

@@ -243,6 +243,20 @@ def test_three_rounds_equal_the_reference_and_each_other(runner: Runner) -> None
     assert results[0]["bytes"] == 2 * 4 * (1024 + 256 + 512 + 512)
 
 
+def test_bf16_anchors_and_8_bit_moments_are_the_same_on_both(runner: Runner) -> None:
+    low = json.loads(json.dumps(CONFIG))
+    low["megatron_wsd"]["outer"] |= {"anchor_dtype": "bf16", "state_bits": 8}
+    results = runner.both("three_rounds", ({"config": low}, {"config": low}))
+    assert results[0]["anchor"] == results[1]["anchor"]
+    assert results[0]["digests"] == results[1]["digests"] and len(set(results[0]["digests"])) == 3
+    rounds = [[pseudo_gradient(i, r) for i in range(2)] for r in range(3)]
+    want = adam_reference(rounds, 0.01, (0.9, 0.95), 1e-8)
+    for a, b in zip(results[0]["anchor"], want, strict=True):
+        # |anchor| < 4: an ulp of bf16 is at most 2^-6, and each of three steps and the start may be off by
+        # one; 8-bit moments change an update of 0.01 by less than as much again.
+        assert (torch.tensor(a, dtype=torch.float64) - b).abs().max() < 4 * 2**-6 + 3 * 0.01
+
+
 def test_non_finite_contribution_is_dropped_and_the_rest_committed(runner: Runner) -> None:
     results = runner.both("nan_from_island_1")
     assert results[0]["anchor"] == results[1]["anchor"]

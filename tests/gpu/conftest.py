@@ -1,0 +1,8 @@
+"""The GPU tests share the float64 reference and the gradients of tests/numerics."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
