@@ -14,7 +14,7 @@ import torch
 
 from megatron_wsd.optim import native
 from megatron_wsd.optim.layout import Segment, SegmentTable, parameter_key
-from megatron_wsd.optim.steps import AdamStep, State8
+from megatron_wsd.optim.steps import AdamStep, DynamicState8, State8
 from step_bench import problem as numbers
 from step_bench.problem import FIRST_STEP_TOLERANCE, Problem, first_step
 from step_bench.traffic import BLOCK_SIZE, Traffic, adam8, adam32
@@ -70,16 +70,23 @@ def _on_device(state: State8, device: torch.device) -> State8:
     return State8(*(t.to(device) for t in (state.r_codes, state.s_codes, state.r_scale, state.s_scale)))
 
 
-def _ours(step: Callable[..., bool], problem: Problem, moments: tuple[State8 | torch.Tensor, ...]) -> Step:
+def _ours(
+    step: Callable[..., bool],
+    problem: Problem,
+    moments: tuple[State8 | DynamicState8 | torch.Tensor, ...],
+    checked: bool = True,
+) -> Step:
     """The one place where this package's kernels are called, on the CPU and on a GPU alike.
 
-    The call is the safe one: it looks at every gradient before anything is written.
+    Args:
+        checked: as the outer loop calls it, which has learned from the pass that merged the gradient that it
+            is finite. False: the step looks for itself, in a read of the gradient before anything is written.
     """
     table, hyper = _table(problem), _counted(problem)
     on_cpu = {"threads": problem.threads} if problem.device.type == "cpu" else {}
 
     def run(grad: torch.Tensor) -> None:
-        if not step(problem.p, grad, *moments, table, next(hyper), **on_cpu):
+        if not step(problem.p, grad, *moments, table, next(hyper), checked=checked, **on_cpu):
             raise RuntimeError("the step refused a finite gradient")
 
     return run
@@ -89,6 +96,21 @@ def _ours8(problem: Problem) -> tuple[Step, State]:
     state = _on_device(State8.zeros(problem.n, BLOCK_SIZE), problem.device)
     tensors = (state.r_codes, state.s_codes, state.r_scale, state.s_scale)
     return _ours(native.cgad_step8, problem, (state,)), lambda: tensors
+
+
+def _ours8_alone(problem: Problem) -> tuple[Step, State]:
+    state = _on_device(State8.zeros(problem.n, BLOCK_SIZE), problem.device)
+    tensors = (state.r_codes, state.s_codes, state.r_scale, state.s_scale)
+    return _ours(native.cgad_step8, problem, (state,), checked=False), lambda: tensors
+
+
+def _ours8_dynamic(problem: Problem) -> tuple[Step, State]:
+    state = DynamicState8.zeros(problem.n, BLOCK_SIZE)
+    return _ours(native.cgad_step8, problem, (state,)), lambda: _fields(state)
+
+
+def _fields(state: DynamicState8) -> list[torch.Tensor]:
+    return [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
 
 
 def _ours32(problem: Problem) -> tuple[Step, State]:
@@ -197,6 +219,8 @@ def _torchao(problem: Problem) -> tuple[Step, State]:
 
 ALL: tuple[Contender, ...] = (
     Contender("ours8", "CGAD 8-bit (ours)", adam8(), ("cpu", "cuda"), _ours8, ours=True),
+    Contender("ours8_alone", "CGAD 8-bit, own check", adam8(), ("cpu", "cuda"), _ours8_alone, ours=True),
+    Contender("ours8_dynamic", "CGAD dynamic map", adam8(), ("cpu",), _ours8_dynamic, ours=True),
     Contender("ours32", "CGAD fp32 (ours)", adam32(), ("cpu", "cuda"), _ours32, ours=True),
     Contender(
         "torch_fused",

@@ -17,6 +17,8 @@ from step_bench.report import size_name
 
 COLOURS = {
     "ours8": "#c1121f",
+    "ours8_alone": "#e56b6f",
+    "ours8_dynamic": "#b56576",
     "ours32": "#f4845f",
     "torch_fused": "#1d4e89",
     "torch_foreach": "#5fa8d3",
