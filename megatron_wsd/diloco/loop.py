@@ -18,6 +18,7 @@ from megatron_wsd.diloco.capture import Contribution, capture
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.orders import Orders
 from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
 from megatron_wsd.errors import (
     CheckpointError,
@@ -114,12 +115,6 @@ class OuterLoop:
             where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
         )
         self._journal = Journal(self.metrics, self._group, address.islands)
-        self._control = None if address.run_dir is None else ControlFolder(address.run_dir)
-        self._obeyed = 0
-        self._half: OuterHalf | None = None
-        self._seat: Membership | None = None
-        self._steps_since_base = 0
-        self._tokens_since_base = 0
         scheduler: Any = getattr(engine, "lr_scheduler", None)
         if isinstance(scheduler, WSD) and scheduler.schedule.unit != "steps":
             raise ConfigError(
@@ -128,6 +123,12 @@ class OuterLoop:
                 f"a schedule in {scheduler.schedule.unit}",
                 "Divide by the batch of all islands.",
             )
+        control = None if address.run_dir is None else ControlFolder(address.run_dir)
+        self._orders = Orders(control, self._group, self._state, self._journal, scheduler)
+        self._half: OuterHalf | None = None
+        self._seat: Membership | None = None
+        self._steps_since_base = 0
+        self._tokens_since_base = 0
         self._engine_step = int(engine.global_steps)
         self.inner_step = int(engine.global_steps)
         self.last_round: RoundResult | None = None
@@ -289,7 +290,7 @@ class OuterLoop:
         )
         voids = 0
         while True:
-            result = half.run_round(contribution, self.inner_step, self._withdraw, self._proposed())
+            result = half.run_round(contribution, self.inner_step, self._withdraw, self._orders.proposed())
             self.last_round = result
             if not result.void:
                 break
@@ -324,58 +325,11 @@ class OuterLoop:
         if "refused" in entry:
             raise ScheduleError("branch", "a decay that fits the schedule", str(entry["refused"]))
 
-    def _proposed(self) -> Order | None:
-        """The order that waits in the run folder, seen by rank 0; equal on all ranks of the island."""
-        found = None
-        if self._control is not None and self._group.rank == 0:
-            try:
-                pending = self._control.pending()
-                found = pending.model_dump(mode="json") if pending else None
-            except ConfigError as e:
-                log.error("%s", e)
-        found = self._group.share(found)
-        return None if found is None else Order.model_validate(found)
-
     def _obey(self) -> None:
-        """Carry out orders that were committed and have not been: the same on every island.
-
-        Each is carried out at the step at which its round was committed, so an island that comes late to it
-        ends with the very same schedule.
-        """
-        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
-        new = self._state.orders[self._obeyed :]
-        for entry in new:
-            order, step = (
-                Order.model_validate({k: v for k, v in entry.items() if k in Order.model_fields}),
-                entry["step"],
-            )
-            position = self.inner_step
-            try:
-                if not isinstance(scheduler, WSD):
-                    raise ScheduleError("scheduler.type", "WSD", type(scheduler).__name__)
-                scheduler.set_position(step)
-                if order.kind == "cancel":
-                    scheduler.cancel_decay()
-                elif order.kind == "override":
-                    scheduler.load_state_dict(scheduler.state_dict(), order.fields)
-                else:
-                    scheduler.begin_decay(
-                        order.length,
-                        start=order.at,
-                        shape=order.shape,
-                        min_lr_ratio=order.min_lr_ratio,
-                        then=order.then,
-                    )
-            except ScheduleError as e:
-                entry["refused"] = str(e)
-            if isinstance(scheduler, WSD):
-                scheduler.set_position(position)
-            self._journal.note_order(entry, step)
-        self._obeyed = len(self._state.orders)
-        if new and self._control is not None and self._group.rank == 0:
-            self._control.settle(self._state.orders)
-        if isinstance(scheduler, WSD) and self._half is not None:
-            self._half.schedule = scheduler.schedule
+        """Carry out new orders, and let the outer rate follow the schedule that results."""
+        schedule = self._orders.carry_out(self.inner_step)
+        if schedule is not None and self._half is not None:
+            self._half.schedule = schedule
 
     def _withdraw(self, decision: Decision) -> bool:
         """Whether to leave a round because the run is being stopped and the others have left already.
@@ -438,7 +392,7 @@ class OuterLoop:
                 f"that of step {self.inner_step}",
                 "Load both from the same checkpoint, the engine's first.",
             )
-        self._obeyed = len(self._state.orders)  # the engine's scheduler was loaded with them
+        self._orders.loaded()
         if self._half is not None:
             self._half.refresh_digest()
 
