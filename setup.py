@@ -46,7 +46,8 @@ CUDA_ARGS = [
     "-O3",
     "--fmad=false",  # as -ffp-contract=off
     "-Xcompiler=-fPIC,-ffp-contract=off,-fvisibility=hidden,-Wall",
-    f"-Xcompiler=-ffile-prefix-map={os.getcwd()}=.",
+    # nvcc hands these on through a shell, without quotes: a folder with a space in its name must stay out
+    *([] if " " in os.getcwd() else [f"-Xcompiler=-ffile-prefix-map={os.getcwd()}=."]),
 ]
 
 REMEDY = """
@@ -158,7 +159,9 @@ class BuildExt(build_ext):
             return
         nvcc = find_nvcc()
         assert nvcc is not None
-        includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+        # relative, where that leaves out a space in the path of this folder
+        folders = (pybind11.get_include(), sysconfig.get_paths()["include"])
+        includes = [f"-I{os.path.relpath(f) if ' ' in f else f}" for f in folders]
         temp = Path(self.build_temp) / "cuda"
         temp.mkdir(parents=True, exist_ok=True)
         result.parent.mkdir(parents=True, exist_ok=True)
