@@ -98,6 +98,9 @@ class OuterLoop:
         dtype = torch.bfloat16 if config.outer.anchor_dtype == "bf16" else torch.float32
         anchor = torch.zeros(layout.total, dtype=dtype)
         self._shards.read(layout.views(anchor))
+        if dtype is torch.bfloat16 and int(engine.global_steps) == 0:
+            # Such an anchor is not quite what the model was initialised to; training begins from the anchor.
+            self._shards.write(layout.views(anchor))
         outer = config.outer
         hyper = OuterHyper(
             lr=outer.lr,
@@ -190,9 +193,6 @@ class OuterLoop:
             StopRequested: `stop_requested` said so.
         """
         half = self._joined()
-        if self.outer_step == self.inner_step == 0:
-            # An anchor in bf16 is not quite what the model was initialised to; all begin from the anchor.
-            self._shards.write(self._state.layout.views(self._state.anchor))
         count, islands = self._address.islands, self._config.islands
         started, told = time.monotonic(), 0.0
         while True:

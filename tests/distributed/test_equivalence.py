@@ -20,7 +20,13 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-5, "torch_adam": True}},
     "scheduler": {
         "type": "WSD",
-        "params": {"warmup_steps": 2, "decay_start": 4, "decay_steps": 5, "min_lr_ratio": 0.1},
+        "params": {
+            "warmup_steps": 2,
+            "warmup_init_ratio": 0.5,
+            "decay_start": 4,
+            "decay_steps": 5,
+            "min_lr_ratio": 0.1,
+        },
     },
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "steps_per_print": 100000,
