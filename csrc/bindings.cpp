@@ -1,43 +1,29 @@
 // The Python face of the kernels. Addresses come as integers and are trusted: megatron_wsd/optim/native.py,
 // the only importer, has checked device, dtype, contiguity, size and aliasing.
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
+#include "bindings.h"
+
 #include <pybind11/stl.h>
 
-#include <atomic>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <tuple>
-#include <vector>
+#include <utility>
 
 #include "counter_hash.h"
-#include "cpu/kernels.h"
-#include "cpu/threads.h"
 #include "digest.h"
 
-namespace py = pybind11;
-
 namespace wsd {
+
+const cpu::Kernels* chosen = cpu::available_kernels().back();
+
 namespace {
-
-using Address = std::uintptr_t;
-
-constexpr int64_t kGrainElements = 1 << 15;  // about 30 us of work: what starting a thread costs
 
 #if defined(__clang__)
 constexpr const char* kCompiler = "clang " __clang_version__;
 #else
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-const cpu::Kernels* chosen = cpu::available_kernels().back();
 
 std::string use_isa(const std::string& name) {
   const std::string before = chosen->name;
@@ -53,63 +39,6 @@ std::string use_isa(const std::string& name) {
                               "' is not among those this processor has: " + known);
 }
 
-// The segment table, checked and with its running count of blocks; owns what a SegmentView points to.
-class Segments {
- public:
-  template <class T>
-  using Array = py::array_t<T, py::array::c_style>;
-
-  Segments(const Array<int64_t>& offset, const Array<int64_t>& numel, const Array<uint64_t>& key,
-           const Array<int64_t>& element0, int64_t block)
-      : block_(block) {
-    const py::ssize_t count = offset.size();
-    if (numel.size() != count || key.size() != count || element0.size() != count) {
-      throw std::invalid_argument("segment columns differ in length");
-    }
-    if (block < kMinBlock || block > kMaxBlock || (block & (block - 1)) != 0) {
-      throw std::invalid_argument("block size must be 64, 128, 256, 512 or 1024");
-    }
-    int64_t end = 0;
-    first_block_.push_back(0);
-    for (py::ssize_t i = 0; i < count; ++i) {
-      const int64_t o = offset.data()[i];
-      const int64_t n = numel.data()[i];
-      if (o < end || o % block != 0) throw std::invalid_argument("segments overlap or are not block-aligned");
-      if (n < 0 || element0.data()[i] < 0) throw std::invalid_argument("negative count in a segment");
-      if (n == 0) continue;
-      end = o + n;
-      offset_.push_back(o);
-      numel_.push_back(n);
-      key_.push_back(key.data()[i]);
-      element0_.push_back(element0.data()[i]);
-      first_block_.push_back(first_block_.back() + (n + block - 1) / block);
-    }
-  }
-
-  SegmentView view() const {
-    return SegmentView{static_cast<int64_t>(offset_.size()),
-                       first_block_.back(),
-                       static_cast<int32_t>(block_),
-                       offset_.data(),
-                       numel_.data(),
-                       key_.data(),
-                       element0_.data(),
-                       first_block_.data()};
-  }
-
-  // The same as columns of integers of 64 bits, for a copy on a device.
-  std::vector<std::vector<int64_t>> columns() const {
-    return {offset_, numel_, {key_.begin(), key_.end()}, element0_, first_block_};
-  }
-
-  int64_t grain() const { return kGrainElements / block_; }
-
- private:
-  int64_t block_;
-  std::vector<int64_t> offset_, numel_, element0_, first_block_;
-  std::vector<uint64_t> key_;
-};
-
 int checked_codec(int codec) {
   if (codec < 0 || codec >= kCodecs) throw std::invalid_argument("no such codec");
   return codec;
@@ -121,15 +50,6 @@ uint64_t sum_blocks(cpu::Kernel<Args, uint64_t> kernel, const Args& args, int64_
   cpu::for_ranges(args.segments.num_blocks, grain, threads,
                   [&](int, int64_t begin, int64_t end) { sum += kernel(args, begin, end); });
   return sum;
-}
-
-template <class Args>
-bool all_ranges(cpu::Kernel<Args, bool> kernel, const Args& args, int64_t n, int64_t grain, int threads) {
-  std::atomic<bool> good{true};
-  cpu::for_ranges(n, grain, threads, [&](int, int64_t begin, int64_t end) {
-    if (!kernel(args, begin, end)) good = false;
-  });
-  return good;
 }
 
 bool gradient_ok(const Segments& segments, Address grad, int threads) {
@@ -208,6 +128,24 @@ uint64_t sgd_step(const Segments& segments, const StepCall& call, Address buffer
                           static_cast<uint64_t>(hyper.step),
                           call.extras()};
   return sum_blocks(chosen->sgd[call.number()], args, segments.grain(), call.threads);
+}
+
+using Kept = std::pair<Address, Address>;  // values, scales; scales are 0 for fp32
+
+uint64_t momentum_step(const Segments& segments, const StepCall& call, const Kept& momentum,
+                       const Kept& buffer, const MomentumHyper& hyper) {
+  const auto kept = [](const Kept& k) { return cpu::KeptVector{at<void>(k.first), at<float>(k.second)}; };
+  const cpu::MomentumStep args{segments.view(),
+                               at<void>(call.anchor),
+                               at<const float>(call.grad),
+                               kept(momentum),
+                               kept(buffer),
+                               momentum_constants(hyper),
+                               hyper.seed,
+                               static_cast<uint64_t>(hyper.step),
+                               call.extras()};
+  const auto& kernels = momentum.second ? chosen->momentum8 : chosen->momentum;
+  return sum_blocks(kernels[call.number()], args, segments.grain(), call.threads);
 }
 
 // The eps of the codec is that of the step which encodes: eps sqrt(1 - beta2^step).
@@ -296,6 +234,10 @@ PYBIND11_MODULE(_C, module) {
            py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("step"),
            py::arg("seed"));
 
+  py::class_<MomentumHyper>(module, "MomentumHyper")
+      .def(py::init<double, double, double, int64_t, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
+           py::arg("momentum"), py::arg("weight_decay"), py::arg("period"), py::arg("step"), py::arg("seed"));
+
   py::class_<StepCall>(module, "StepCall")
       .def(py::init<Address, bool, Address, Address, Columns, int>(), py::kw_only(), py::arg("anchor"),
            py::arg("bf16"), py::arg("grad"), py::arg("copy"), py::arg("columns"), py::arg("threads"));
@@ -305,12 +247,14 @@ PYBIND11_MODULE(_C, module) {
   module.def("cgad_step8", &cgad_step8, no_gil);
   module.def("cgad_step32", &cgad_step32, no_gil);
   module.def("sgd_step", &sgd_step, no_gil);
+  module.def("momentum_step", &momentum_step, no_gil);
   module.def("decode8", &decode8, no_gil);
   module.def("encode8", &encode8, no_gil);
   module.def("all_finite", &all_finite, no_gil);
   module.def("accumulate", &accumulate, no_gil);
   module.def("digest_flat", &digest_flat, no_gil);
   module.def("digest64", &digest64, no_gil);
+  bind_wire(module);
   module.def("dynamic_map", &dynamic_map);
   module.def("use_isa", &use_isa, "Force an instruction set for the whole process; returns the one before.");
   module.def("build_info", &build_info);

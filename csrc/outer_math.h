@@ -89,4 +89,48 @@ WSD_FN SgdElement sgd_element(float p, float g, float buffer, const SgdConstants
   return e;
 }
 
+struct MomentumHyper {
+  double lr, momentum, weight_decay;
+  int64_t period;
+  int64_t step;   // number of this step, from 1: of the period and of all rounding
+  uint64_t seed;  // of the rounding
+};
+
+struct MomentumConstants {
+  float minus_lr, momentum, weight_decay;
+  float share;  // 1 / period
+  bool renew;   // whether this step ends a period
+};
+
+static inline MomentumConstants momentum_constants(const MomentumHyper& h) {
+  MomentumConstants c;
+  c.minus_lr = static_cast<float>(-h.lr);
+  c.momentum = static_cast<float>(h.momentum);
+  c.weight_decay = static_cast<float>(h.weight_decay);
+  c.share = static_cast<float>(1.0 / static_cast<double>(h.period));
+  c.renew = h.step % h.period == 0;
+  return c;
+}
+
+// Delayed Nesterov (Liu et al., arXiv 2401.09135, Algorithm 3 with c = 0) with period N: g += wd p, then
+//   at the end of a period:  m = mu m + (d + g) / N;  d = 0;  p -= lr (mu m + g / N)
+//   else:                    d = d + g;                       p -= lr g / N
+// With N = 1 and d = 0 it is SGD with Nesterov's momentum, as above.
+struct MomentumElement {
+  float p, momentum, buffer;
+};
+
+template <bool renew>
+WSD_FN MomentumElement momentum_element(float p, float g, float momentum, float buffer,
+                                        const MomentumConstants& c) {
+  g = add(g, mul(c.weight_decay, p));
+  const float sum = add(buffer, g);
+  float step = mul(c.share, g);
+  if (renew) {
+    momentum = add(mul(c.momentum, momentum), mul(c.share, sum));
+    step = add(step, mul(c.momentum, momentum));
+  }
+  return MomentumElement{add(p, mul(c.minus_lr, step)), momentum, renew ? 0.0f : sum};
+}
+
 }  // namespace wsd

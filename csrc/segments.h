@@ -44,6 +44,21 @@ WSD_FN int64_t segment_of(const SegmentView& s, int64_t block_number) {
   return low;
 }
 
+// The first segment that ends after this element; `count` if none does.
+WSD_FN int64_t first_segment_after(const SegmentView& s, int64_t element) {
+  int64_t low = 0;
+  int64_t high = s.count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (s.offset[middle] + s.numel[middle] > element) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
 WSD_FN Block block_at(const SegmentView& s, int64_t segment, int64_t block_number) {
   const int64_t inside = (block_number - s.first_block[segment]) * s.block;
   const int64_t left = s.numel[segment] - inside;

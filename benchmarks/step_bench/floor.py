@@ -30,18 +30,27 @@ TORCH_COPY = "torch's copy of half as many bytes, since no C++ compiler was foun
 
 
 @cache
-def _stream() -> Callable[..., None] | None:
+def library() -> ctypes.CDLL | None:
+    """stream.cpp, compiled for this processor; None without a compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        library = str(Path(folder) / "stream.so")
+        built = str(Path(folder) / "stream.so")
         done = subprocess.run(
-            [compiler, *FLAGS, str(SOURCE), "-o", library], capture_output=True, text=True, check=False
+            [compiler, *FLAGS, str(SOURCE), "-o", built], capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             sys.exit(f"{SOURCE.name} does not compile:\n{done.stderr}")
-        function = ctypes.CDLL(library).stream  # stays mapped when the file is gone
+        return ctypes.CDLL(built)  # stays mapped when the file is gone
+
+
+@cache
+def _stream() -> Callable[..., None] | None:
+    found = library()
+    if found is None:
+        return None
+    function = found.stream
     address, count = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [address] * 5 + [count] * 3 + [ctypes.c_int] * 2 + [ctypes.c_uint32]
     function.restype = None

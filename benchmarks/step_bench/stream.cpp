@@ -66,6 +66,54 @@ void pass(char* p, const char* g, char* a, char* b, char* scales, int64_t state_
   }
 }
 
+// Reads `bytes`, a multiple of 64; gives something that depends on all of them.
+inline Word read(const void* in, int64_t bytes) {
+  auto* words = static_cast<const Word*>(in);
+  Word lanes[16] = {};
+  for (int64_t k = 0; k < bytes / 64; ++k) {
+    for (int64_t j = 0; j < 16; ++j) lanes[j] ^= words[16 * k + j];
+  }
+  Word all = 0;
+  for (const Word lane : lanes) all ^= lane;
+  return all;
+}
+
+template <bool kBypass>
+inline void write(void* out, int64_t bytes, Word value) {
+#if defined(__AVX512F__)
+  const __m512i v = _mm512_set1_epi32(static_cast<int>(value));
+  auto* o = static_cast<__m512i*>(out);
+  for (int64_t k = 0; k < bytes / 64; ++k) {
+    if (kBypass) {
+      _mm512_stream_si512(o + k, v);
+    } else {
+      _mm512_storeu_si512(o + k, v);
+    }
+  }
+#elif defined(__AVX2__)
+  const __m256i v = _mm256_set1_epi32(static_cast<int>(value));
+  auto* o = static_cast<__m256i*>(out);
+  for (int64_t k = 0; k < bytes / 32; ++k) {
+    if (kBypass) {
+      _mm256_stream_si256(o + k, v);
+    } else {
+      _mm256_storeu_si256(o + k, v);
+    }
+  }
+#else
+  auto* o = static_cast<Word*>(out);
+  for (int64_t k = 0; k < bytes / 4; ++k) o[k] = value;
+#endif
+}
+
+template <class Work>
+void in_threads(int threads, const Work& work) {
+  std::vector<std::thread> others;
+  for (int part = 1; part < threads; ++part) others.emplace_back(work, part);
+  work(0);
+  for (std::thread& other : others) other.join();
+}
+
 }  // namespace
 
 // Passes over n elements, n a multiple of 256, all buffers aligned to 64 bytes. Each thread makes all its
@@ -82,8 +130,27 @@ extern "C" void stream(void* p, const void* g, void* a, void* b, void* scales, i
           static_cast<char*>(scales), state_bytes, begin, end, mask);
     }
   };
-  std::vector<std::thread> others;
-  for (int part = 1; part < threads; ++part) others.emplace_back(work, part);
-  work(0);
-  for (std::thread& other : others) other.join();
+  in_threads(threads, work);
+}
+
+// Passes over blocks: reads `in_bytes` of a block and writes `out_bytes`, or rewrites them in place. Both are
+// multiples of 64, all buffers aligned to 64 bytes.
+extern "C" void transfer(void* out, const void* in, int64_t out_bytes, int64_t in_bytes, int64_t blocks,
+                         int64_t passes, int threads, int in_place, int bypass, Word mask) {
+  const auto work = [&](int64_t part) {
+    const int64_t begin = blocks * part / threads;
+    const int64_t end = blocks * (part + 1) / threads;
+    for (int64_t k = 0; k < passes; ++k) {
+      for (int64_t b = begin; b < end; ++b) {
+        char* o = static_cast<char*>(out) + b * out_bytes;
+        const Word seen = read(static_cast<const char*>(in) + b * in_bytes, in_bytes) & mask;
+        if (in_place != 0) {
+          (bypass != 0 ? touch<true> : touch<false>)(o, o, out_bytes, seen);
+        } else {
+          (bypass != 0 ? write<true> : write<false>)(o, out_bytes, seen);
+        }
+      }
+    }
+  };
+  in_threads(threads, work);
 }

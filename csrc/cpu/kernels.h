@@ -6,8 +6,10 @@
 
 #include "../codec.h"
 #include "../digest.h"
+#include "../linear_codec.h"
 #include "../outer_math.h"
 #include "../segments.h"
+#include "../wire.h"
 
 namespace wsd::cpu {
 
@@ -53,6 +55,24 @@ struct SgdStep {
   Extras extras;
 };
 
+// A vector of the state: fp32, or int8 codes with one fp32 scale a block. `values` may be null: none.
+struct KeptVector {
+  void* values;
+  float* scale;
+};
+
+struct MomentumStep {
+  SegmentView segments;
+  void* anchor;
+  const float* grad;
+  KeptVector momentum;
+  KeptVector buffer;  // none where every step renews the momentum
+  MomentumConstants constants;
+  uint64_t seed;
+  uint64_t version;
+  Extras extras;
+};
+
 struct Moments8 {
   SegmentView segments;
   float* m;
@@ -90,18 +110,89 @@ struct BlockDigest {
   DigestColumns columns;
 };
 
+// A payload of `groups` groups: their codes, then their scales.
+struct WireEncode {
+  const float* source;
+  uint8_t* payload;
+  int64_t groups;
+};
+
+struct WireDecode {
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+};
+
+struct WireAccumulate {
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+  float weight;
+};
+
+struct WireResidual {
+  const uint8_t* payload;
+  const float* source;
+  float* out;  // may be `source`
+  int64_t groups;
+};
+
+struct WireSegments {
+  SegmentView segments;
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+  int64_t start;         // element of the flat buffer at which payload and `out` begin
+  const float* weights;  // of every segment
+};
+
+struct SegmentSums {
+  SegmentView segments;
+  const float* x;
+  double* sums;  // of every block
+};
+
+struct SegmentScale {
+  SegmentView segments;
+  float* x;
+  const float* factors;  // of every segment
+};
+
+// A wire format's number is its place in this list.
+#define WSD_WIRES(use)                                                                \
+  use(Fp32Wire) use(Bf16Wire) use(CodedWire<Int8Grid>) use(CodedWire<Int4LinearGrid>) \
+      use(CodedWire<Int4ExponentGrid>)
+#define WSD_ONE(Wire) +1
+constexpr int kWires = 0 WSD_WIRES(WSD_ONE);
+#undef WSD_ONE
+
 enum AnchorNumber : int { kFp32 = 0, kBf16 = 1, kAnchors = 2 };
 
 template <class Args, class Result>
 using Kernel = Result (*)(const Args&, int64_t, int64_t);
 
+template <class Args>
+using Check = Kernel<Args, bool>;
+
+struct WireKernels {
+  int64_t group_bytes;  // codes and scales of a group
+  Check<WireEncode> encode;
+  Check<WireDecode> decode;
+  Check<WireAccumulate> accumulate;
+  Check<WireResidual> residual;
+  Check<WireSegments> accumulate_segments;
+};
+
 // Every function works on a half-open range: of blocks where there are segments, of elements in finite_check
-// and accumulate, of runs in digest. A step returns the sum of the digest of its blocks.
+// and accumulate, of runs in digest, of groups in a payload. A step returns the sum of the digest of its
+// blocks.
 struct Kernels {
   const char* name;
   Kernel<Step8, uint64_t> step8[kCodecs][kAnchors];
   Kernel<Step32, uint64_t> step32[kAnchors];
   Kernel<SgdStep, uint64_t> sgd[kAnchors];
+  Kernel<MomentumStep, uint64_t> momentum[kAnchors];
+  Kernel<MomentumStep, uint64_t> momentum8[kAnchors];
   Kernel<Moments8, uint64_t> decode8[kCodecs];
   Kernel<Moments8, uint64_t> encode8[kCodecs];
   Kernel<BlockDigest, uint64_t> digest_blocks;
@@ -109,6 +200,9 @@ struct Kernels {
   Kernel<FiniteCheck, bool> finite_check;
   Kernel<Accumulate, bool> accumulate;
   Kernel<Digest, uint64_t> digest;
+  WireKernels wire[kWires];
+  Check<SegmentSums> block_sumsq;
+  Check<SegmentScale> scale_segments;
 };
 
 // What this processor can run, slowest first; "scalar" (the compiler's baseline) is always there.

@@ -25,17 +25,21 @@ class IslandsConfig(_Block):
     start_timeout_s: float = Field(300.0, gt=0, description="wait for all islands before the first round")
     heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
     join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
+    hang_timeout_s: float | None = Field(
+        None, gt=0, description="a rank whose outer half stands still for longer ends itself; default: 2 joins"
+    )
 
 
 class OuterConfig(_Block):
     """The outer optimizer."""
 
-    optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov"] = "cgad"
+    optimizer: Literal["cgad", "adam_decay", "adam", "sgd", "nesterov", "delayed_nesterov"] = "cgad"
     lr: float = Field(2e-3, gt=0)
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, ge=1e-20)
     weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.9, ge=0, lt=1, description="nesterov only")
+    momentum: float = Field(0.9, ge=0, lt=1, description="nesterov and delayed_nesterov only")
+    momentum_period: int = Field(4, ge=1, description="delayed_nesterov: steps between two of its momentum")
     alpha: float = Field(0.2, ge=0, description="decay of the staleness gate a round")
     tau_cut: int = Field(32, ge=1, description="staleness from which a contribution counts nothing")
     state_bits: Literal[8, 32] = 8
@@ -44,14 +48,49 @@ class OuterConfig(_Block):
         "follow_inner", description="of the outer rate: a word, or the params of a WSD of its own"
     )
     participation: bool = Field(True, description="scale the outer rate by contributors / live islands")
+    all_gated: Literal["coast", "skip"] = Field(
+        "coast", description="every gate is 0: a step with a zero gradient, or none"
+    )
+
+
+class DelayConfig(_Block):
+    """A random controlled delay, drawn for every contribution from (seed, island, its number)."""
+
+    kind: Literal["uniform", "geometric"]
+    low: int = Field(0, ge=0, description="uniform: least delay, in outer rounds")
+    high: int = Field(0, ge=0, description="uniform: largest delay, in outer rounds")
+    mean: float = Field(1.0, gt=0, description="geometric: mean delay, in outer rounds")
+    seed: int = Field(0, ge=0, lt=2**63)
 
 
 class SyncConfig(_Block):
     """When islands exchange, and how."""
 
-    mode: Literal["sync"] = "sync"
-    inner_steps: int = Field(30, ge=1, description="inner steps between two outer rounds (H)")
-    wire: Literal["fp32"] = "fp32"
+    mode: Literal["sync", "async"] = Field(
+        "sync", description="async: an island trains on while its contributions travel"
+    )
+    inner_steps: int = Field(30, ge=1, description="inner steps between two syncs of a fragment (H)")
+    fragments: int = Field(1, ge=1, description="parts of the model that are synced in turn (P)")
+    fragment_order: Literal["strided", "sequential"] = Field(
+        "strided", description="which layers form a fragment: every P-th, or neighbours"
+    )
+    overlap_steps: int = Field(0, ge=0, description="async: least inner steps between capture and adoption")
+    adopt: Literal["mix", "rebase"] = Field(
+        "rebase", description="async: rebase keeps what was trained since the capture, mix blends it"
+    )
+    merge_alpha: float = Field(0.5, ge=0, le=1, description="adopt mix: share of the local value that stays")
+    merge: Literal["mean", "tokens", "radial"] = Field(
+        "mean", description="weights of contributions: equal, by tokens, or radial-directional averaging"
+    )
+    quorum: int = Field(1, ge=1, description="async: contributions that make a round")
+    grace_s: float = Field(2.0, ge=0, description="async: a round then waits this long for more of them")
+    poll_s: float = Field(0.2, gt=0, description="async: pause between two polls with nothing to do")
+    controlled_delay: int | list[int] | DelayConfig = Field(
+        0, description="sync: hold contributions back for so many rounds, an experiment; a list: per island"
+    )
+    wire: Literal["fp32", "bf16", "int8", "int4"] = Field(
+        "fp32", description="encoding of contributions on the network; errors are fed back by the sender"
+    )
     bucket_bytes: int = Field(64 << 20, ge=1024, description="largest single message")
     timeout_s: float = Field(60.0, gt=0, description="one message of an exchange")
     max_voids: int = Field(20, ge=1, description="void rounds in a row after which the run gives up")

@@ -42,7 +42,12 @@ def wants_8bit(name: str, global_numel: int, shape: Sequence[int], min_numel: in
     """
     if len(shape) < 2 or global_numel < min_numel or name.endswith("bias"):
         return False
-    return not (_EMBEDDING.search(name) or _NORM.search(name))
+    return not (is_embedding(name) or _NORM.search(name))
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a parameter is an embedding or an output projection, by its name."""
+    return _EMBEDDING.search(name) is not None
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ class FlatLayout:
         self.table32 = SegmentTable.build([s for s in segments if not s.quantised], block_size)
         self.total = self.table.padded
         self.quantised_total = self.table8.padded
+
+    @cached_property
+    def ordered(self) -> tuple[Segment, ...]:
+        """The segments as they lie in the buffer, which is the order of `table`."""
+        return tuple(self.segments[i] for i in self._order)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

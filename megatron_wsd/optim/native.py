@@ -15,7 +15,6 @@ word the step is told `checked=True` and reads it once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ import torch
 from megatron_wsd.errors import NativeError
 from megatron_wsd.optim.backend import Backend, backend_of
 from megatron_wsd.optim.buffers import BufferCheck
-from megatron_wsd.optim.digests import DigestSum, columns_of, digest, digest_flat
+from megatron_wsd.optim.digests import DigestSum, digest, digest_flat
 from megatron_wsd.optim.extension import ISA_VARIABLE, build_info, extension, forced_isa
 from megatron_wsd.optim.layout import SegmentTable
 from megatron_wsd.optim.segments import thread_count
+from megatron_wsd.optim.step_call import Step
 from megatron_wsd.optim.steps import AdamStep, CodedState, SGDStep, check_number
 
 __all__ = [
@@ -124,7 +124,7 @@ def cgad_step8(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or overlaps another.
     """
-    step = _Step(anchor, grad, table, threads, copy, digest, state.tensors())
+    step = Step(anchor, grad, table, threads, copy, digest, state.tensors())
     codec, coded = step.backend.codec(state), step.check.state(state, written=True)
     return step.run(
         checked, lambda b, call: b.module.cgad_step8(b.segments, call, codec, coded, adam(hyper, b))
@@ -154,7 +154,7 @@ def cgad_step32(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or overlaps another.
     """
-    step = _Step(anchor, grad, table, threads, copy, digest, {"m": m, "v": v})
+    step = Step(anchor, grad, table, threads, copy, digest, {"m": m, "v": v})
     moments = [step.check.flat(name, t, torch.float32, written=True) for name, t in (("m", m), ("v", v))]
     return step.run(checked, lambda b, call: b.module.cgad_step32(b.segments, call, *moments, adam(hyper, b)))
 
@@ -198,7 +198,7 @@ def sgd_step(
         got = "none" if momentum is None else "a buffer"
         raise NativeError("momentum", "a buffer exactly where hyper.momentum > 0", got)
     state = {} if momentum is None else {"momentum": momentum}
-    step = _Step(anchor, grad, table, threads, copy, digest, state)
+    step = Step(anchor, grad, table, threads, copy, digest, state)
     if step.backend.device.type != "cpu":
         raise NativeError("anchor", "a tensor on the CPU", str(anchor.device), "Move it with .cpu() first.")
     b = 0 if momentum is None else step.check.flat("momentum", momentum, torch.float32, written=True)
@@ -211,41 +211,6 @@ def sgd_step(
         seed=hyper.seed,
     )
     return step.run(checked, lambda e, call: e.module.sgd_step(e.segments, call, b, numbers))
-
-
-class _Step:
-    """What every step has in common: checked buffers, the look at the gradient, the digest."""
-
-    def __init__(
-        self,
-        anchor: torch.Tensor,
-        grad: torch.Tensor,
-        table: SegmentTable,
-        threads: int | None,
-        copy: torch.Tensor | None,
-        digest: DigestSum | None,
-        state: dict[str, torch.Tensor],
-    ) -> None:
-        self.backend = backend_of(anchor, table, threads)
-        self.check = BufferCheck(table, self.backend.device)
-        self._anchor = self.check.anchor(anchor)
-        self._grad = self.check.flat("grad", grad, torch.float32)
-        self._copy = 0 if copy is None else self.check.flat("copy", copy, torch.bfloat16, written=True)
-        self._bf16 = anchor.dtype == torch.bfloat16
-        self._digest = digest
-        self._written = {"anchor": anchor, **state}
-
-    def run(self, checked: bool, launch: Callable[[Backend, Any], Any]) -> bool:
-        """Launch if the gradient is usable; all buffers of the step must have passed `check` by now."""
-        self.check.aliasing()
-        if not checked and not self.backend.gradient_ok(self._grad):
-            return False
-        columns = [] if self._digest is None else columns_of(self._digest.part, self._written)
-        call = self.backend.step_call(self._anchor, self._bf16, self._grad, self._copy, columns)
-        total = launch(self.backend, call)
-        if self._digest is not None:
-            self._digest.add(self.backend.digest_of(call, total))
-        return True
 
 
 def decode8(

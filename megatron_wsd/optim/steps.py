@@ -1,4 +1,4 @@
-"""The numbers of one outer step, and the 8-bit forms of Adam's moments."""
+"""The numbers of one outer step, and the 8-bit forms of what it keeps."""
 
 from __future__ import annotations
 
@@ -83,6 +83,61 @@ class SGDStep:
             raise NativeError("nesterov", "a momentum > 0", "momentum 0")
         check_number("weight_decay", self.weight_decay, 0.0, math.inf)
         _check_counter(self.step, self.seed)
+
+
+@dataclass(frozen=True)
+class MomentumStep:
+    """Numbers of one step of Nesterov's momentum, delayed where the period is above 1.
+
+    Attributes:
+        lr: learning rate, >= 0.
+        momentum: in (0, 1).
+        period: steps between two that renew the momentum, >= 1; with 1 every step does.
+        weight_decay: added to the gradient, >= 0.
+        step: number of this step, from 1: of the period, and of the rounding.
+        seed: of the stochastic rounding, 0 to 2^64 - 1.
+
+    Raises:
+        NativeError: one of them is out of range.
+    """
+
+    lr: float
+    momentum: float
+    period: int = 1
+    weight_decay: float = 0.0
+    step: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr, 0.0, math.inf)
+        if not 0.0 < self.momentum < 1.0:
+            raise NativeError("momentum", "a number in (0, 1)", self.momentum)
+        if not 1 <= self.period < 2**63:
+            raise NativeError("momentum_period", "a count from 1", self.period)
+        check_number("weight_decay", self.weight_decay, 0.0, math.inf)
+        _check_counter(self.step, self.seed)
+
+
+@dataclass(frozen=True)
+class Vector8:
+    """A vector of the state in the linear codec: value = code / 127 * scale of its block.
+
+    Attributes:
+        codes: int8, one an element; 0 is exactly 0.
+        scale: fp32, one a block; the largest magnitude.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def zeros(cls, numel: int, block_size: int) -> Self:
+        """A vector of zeros."""
+        return cls(torch.zeros(numel, dtype=torch.int8), torch.zeros(-(-numel // block_size)))
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Both tensors, live, as those of the vector `name`."""
+        return {f"{name}_codes": self.codes, f"{name}_scale": self.scale}
 
 
 class CodedState:

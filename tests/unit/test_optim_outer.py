@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_wsd.config import OuterConfig
 from megatron_wsd.errors import CheckpointError, FieldError, NativeError
 from megatron_wsd.optim import OuterHyper, OuterOptimizer, make_outer, staleness_gate
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key
 
 CASE = json.loads((Path(__file__).parents[1] / "cases" / "first_round.json").read_text())
-KINDS = ("cgad", "adam", "adam_decay", "sgd", "nesterov")
-HYPER = OuterHyper(lr=0.1, momentum=0.9, seed=3)
+KINDS = ("cgad", "adam", "adam_decay", "sgd", "nesterov", "delayed_nesterov")
+HYPER = OuterHyper(lr=0.1, momentum=0.9, momentum_period=2, seed=3)
 
 
 def mixed_layout() -> FlatLayout:
@@ -257,6 +259,51 @@ def test_lr_scale_scales_the_step(kind: str) -> None:
     assert torch.equal(anchors[0] * 0.5, anchors[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_coasting_step_counts_and_moves_only_what_has_momentum(kind: str, dtype: torch.dtype) -> None:
+    layout = mixed_layout()
+    nothing = torch.zeros(layout.total)
+    outer, anchor = make_outer(kind, layout, HYPER, dtype), torch.zeros(layout.total, dtype=dtype)
+    for view in layout.views(anchor):
+        view.fill_(1.0)
+    before = anchor.clone()
+    fresh = outer.digest(anchor)
+    for t in (1, 2, 3):
+        assert outer.step(anchor, nothing) != fresh and outer.t == t
+    assert torch.equal(anchor, before)
+    run(outer, anchor, range(2))
+    moved = anchor.clone()
+    for _ in range(40):
+        outer.step(anchor, nothing)
+        assert bool(torch.isfinite(anchor).all())
+    assert not torch.equal(anchor, moved)
+    before = anchor.clone()
+    make_outer("sgd", layout, OuterHyper(lr=0.1), dtype).step(anchor, nothing)
+    assert torch.equal(anchor, before)  # without momentum a gradient of 0 is no step
+
+
+def test_hyper_parameters_from_the_config() -> None:
+    for kind, momentum in (("cgad", 0.0), ("sgd", 0.0), ("nesterov", 0.8), ("delayed_nesterov", 0.8)):
+        outer = OuterConfig(optimizer=kind, lr=0.3, momentum=0.8, momentum_period=7, betas=(0.8, 0.9))  # type: ignore[arg-type]
+        hyper = OuterHyper.from_config(outer, seed=5)
+        assert hyper == OuterHyper(0.3, (0.8, 0.9), 1e-8, 0.0, momentum, 7, 5)
+        make_outer(kind, mixed_layout(), hyper)
+
+
+def test_state_sizes_of_momentum() -> None:
+    layout = mixed_layout()
+    coded = {"codes": (torch.int8, 1536), "scale": (torch.float32, 6)}
+    expected: dict[str, object] = {}
+    for kind, name in (("nesterov", "momentum"), ("delayed_nesterov", "buffer")):
+        expected |= {f"{name}_{part}": size for part, size in coded.items()} | {name: (torch.float32, 768)}
+        state = make_outer(kind, layout, HYPER).state_tensors()
+        assert {n: (t.dtype, t.numel()) for n, t in state.items()} == expected
+    plain = FlatLayout([replace(s, quantised=False) for s in layout.segments])
+    state = make_outer("delayed_nesterov", plain, HYPER).state_tensors()
+    assert state["momentum_codes"].numel() == 0 and state["momentum"].numel() == plain.total
+
+
 def test_state_sizes() -> None:
     layout = mixed_layout()
     state = make_outer("cgad", layout, HYPER).state_tensors()
@@ -300,5 +347,5 @@ def test_refuses_kinds_and_numbers() -> None:
         make_outer("lion", layout, HYPER)
     with pytest.raises(NativeError, match="eps: expected"):
         make_outer("cgad", layout, OuterHyper(lr=0.1, eps=float("nan")))
-    with pytest.raises(NativeError, match="nesterov: expected a momentum > 0"):
+    with pytest.raises(NativeError, match=r"momentum: expected a number in \(0, 1\), got 0.0"):
         make_outer("nesterov", layout, OuterHyper(lr=0.1))
