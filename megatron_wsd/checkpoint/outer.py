@@ -14,10 +14,12 @@ from megatron_wsd.errors import CheckpointError
 from megatron_wsd.files import replace_file, write_json_atomic
 
 if TYPE_CHECKING:
-    from megatron_wsd.diloco.island import IslandGroup
-    from megatron_wsd.diloco.round import OuterState
+    import torch
 
-FORMAT = 1
+    from megatron_wsd.diloco.island import IslandGroup
+    from megatron_wsd.diloco.state import OuterState
+
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -26,7 +28,11 @@ def _rank_file(rank: int) -> str:
 
 
 def _segments(state: OuterState) -> list[list[Any]]:
-    return [[s.name, s.numel, s.element0, s.quantised] for s in state.layout.segments]
+    return [
+        [i, s.name, s.numel, s.element0, s.quantised]
+        for i, f in enumerate(state.fragments)
+        for s in f.layout.segments
+    ]
 
 
 def _kind(config: Config) -> dict[str, Any]:
@@ -35,6 +41,7 @@ def _kind(config: Config) -> dict[str, Any]:
         "optimizer": outer.optimizer,
         "state_bits": outer.state_bits,
         "anchor_dtype": outer.anchor_dtype,
+        "wire": config.sync.wire,
     }
 
 
@@ -66,7 +73,12 @@ def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None
 
 
 def save_outer(
-    folder: Path, state: OuterState, config: Config, group: IslandGroup, extra: dict[str, int]
+    folder: Path,
+    state: OuterState,
+    config: Config,
+    group: IslandGroup,
+    extra: dict[str, Any],
+    own: dict[str, torch.Tensor],
 ) -> None:
     """Write it; all ranks of the island must call it. The manifest makes it complete.
 
@@ -75,7 +87,8 @@ def save_outer(
         state: what to write.
         config: named in the manifest.
         group: the ranks of this island.
-        extra: further numbers, equal on all ranks.
+        extra: further json-able facts, equal on all ranks.
+        own: tensors of this island alone: what encoded contributions have left out.
 
     Raises:
         CheckpointError: a file cannot be written; on all ranks.
@@ -88,7 +101,7 @@ def save_outer(
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(state.tensors(), str(part), metadata={"segments": json.dumps(_segments(state))})
+        save_file({**state.tensors(), **own}, str(part), metadata={"segments": json.dumps(_segments(state))})
 
     def clear() -> None:  # from here on what was there before is gone
         if group.rank == 0:
@@ -111,11 +124,13 @@ def save_outer(
         agreed(group, folder, action)
 
 
-def load_outer(folder: Path, state: OuterState, config: Config, group: IslandGroup) -> dict[str, int]:
-    """Read what `save_outer` wrote into ``state``; all ranks of the island must call it.
+def load_outer(
+    folder: Path, state: OuterState, config: Config, group: IslandGroup, own: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Read what `save_outer` wrote into ``state`` and ``own``; all ranks of the island must call it.
 
     Returns:
-        The extra numbers given to `save_outer`.
+        The extra facts given to `save_outer`.
 
     Raises:
         CheckpointError: torn, damaged, or of another model, outer optimizer or number of ranks.
@@ -142,8 +157,15 @@ def load_outer(folder: Path, state: OuterState, config: Config, group: IslandGro
                 folder, "number of parameters", len(saved), len(_segments(state)), "It is of another model."
             )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        state.anchor.copy_(tensors.pop("anchor"))
-        state.optimizer.load_state(tensors, manifest["counters"]["t"])
+        targets = {**state.tensors(), **own}
+        if set(tensors) != set(targets):
+            raise CheckpointError(
+                str(path), f"tensors {sorted(targets)}", sorted(tensors), "It is of another run."
+            )
+        for name, target in targets.items():
+            _same(path, name, _kind_of(tensors[name]), _kind_of(target), "It is of another config.")
+            target.copy_(tensors[name])
+        state.forget_digest()
         state.take_counters(manifest["counters"])
         digest = f"{state.digest() & ((1 << 64) - 1):016x}"
         _same(
@@ -152,6 +174,10 @@ def load_outer(folder: Path, state: OuterState, config: Config, group: IslandGro
 
     agreed(group, folder, read)
     return dict(manifest["extra"])
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron_wsd.config.block import (
     BLOCK,
     CheckpointConfig,
     DataConfig,
+    DelayConfig,
     IslandJob,
     IslandsConfig,
     LogConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DelayConfig",
     "IslandJob",
     "IslandsConfig",
     "LogConfig",
@@ -90,14 +92,15 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """Everything that must be equal between islands and over a resume.
 
-        Logging, checkpoint cadence, timeouts, monitors and folders may differ and are left out.
+        Logging, checkpoint cadence, timeouts and pauses, monitors and folders may differ and are left out.
         """
         whole = self.resolved()
         block = whole[BLOCK]
         for part in ("log", "checkpoint"):
             del block[part]
         block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith("_timeout_s")}
-        block["sync"] = {k: v for k, v in block["sync"].items() if k not in ("timeout_s", "max_voids")}
+        own = ("timeout_s", "grace_s", "poll_s", "max_voids")
+        block["sync"] = {k: v for k, v in block["sync"].items() if k not in own}
         # Where files lie may differ between clusters; what is in them is compared by the islands.
         del block["data"]["cache_dir"]
         block["data"]["corpora"] = sorted(block["data"]["corpora"])
@@ -126,13 +129,16 @@ class Config:
         return int(self.deepspeed["train_batch_size"])
 
 
-def load_config(path: str | Path, *, islands: int | None = None, ranks: int | None = None) -> Config:
+def load_config(
+    path: str | Path, *, islands: int | None = None, ranks: int | None = None, resize: bool = False
+) -> Config:
     """Read and validate a json config.
 
     Args:
         path: the json file.
         islands: number of islands from the command line; must not contradict the file.
         ranks: ranks of an island from the command line; must not contradict the file.
+        resize: ``islands`` may contradict the file, and then replaces its count and what follows from it.
 
     Raises:
         ConfigError: naming the key, what was expected, what came, and the way out.
@@ -149,11 +155,16 @@ def load_config(path: str | Path, *, islands: int | None = None, ranks: int | No
     except json.JSONDecodeError as e:
         where = f"{file}, line {e.lineno}, column {e.colno}"
         raise ConfigError("--config", "valid json", f"{e.msg} at {where}", "Mend the json there.") from None
-    return parse_config(raw, str(file), islands=islands, ranks=ranks).with_absolute_paths()
+    return parse_config(raw, str(file), islands=islands, ranks=ranks, resize=resize).with_absolute_paths()
 
 
 def parse_config(
-    raw: Any, path: str = "config", *, islands: int | None = None, ranks: int | None = None
+    raw: Any,
+    path: str = "config",
+    *,
+    islands: int | None = None,
+    ranks: int | None = None,
+    resize: bool = False,
 ) -> Config:
     """Validate a config that has been read already; see `load_config`."""
     if not isinstance(raw, dict):
@@ -164,8 +175,13 @@ def parse_config(
         block = IslandJob.model_validate(raw.get(BLOCK, {}))
     except ValidationError as e:
         raise keys.config_error(e) from None
+    if resize and islands is not None and block.islands.count not in (None, islands):
+        # What min_islands a written config holds is mostly the default for the old count.
+        fresh = block.islands.model_copy(update={"count": None, "min_islands": None})
+        block = block.model_copy(update={"islands": fresh})
     block = checks.resolve_islands(block, islands, ranks)
     checks.check_outer(block)
+    checks.check_sync(block)
     checks.check_model(block)
     checks.check_data(block)
     assert block.islands.ranks is not None

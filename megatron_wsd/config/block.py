@@ -26,7 +26,9 @@ class IslandsConfig(_Block):
     heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
     join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
     hang_timeout_s: float | None = Field(
-        None, gt=0, description="a rank whose outer half stands still for longer ends itself; default: 2 joins"
+        None,
+        gt=0,
+        description="a rank whose outer half stands still for longer ends itself; default: 2 joins",
     )
 
 

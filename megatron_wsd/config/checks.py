@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from typing import Any
 
-from megatron_wsd.config.block import BLOCK, IslandJob
+from megatron_wsd.config.block import BLOCK, DelayConfig, IslandJob
 from megatron_wsd.errors import ConfigError, ScheduleError
+from megatron_wsd.optim.gate import staleness_gate
 from megatron_wsd.schedule import Batch, Schedule, parse_length, schedule_from_params
+
+log = logging.getLogger(__name__)
 
 
 def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
@@ -36,17 +40,117 @@ def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) ->
             min_islands,
             "Fewer could commit on both sides of a network that split.",
         )
+    hang = given.hang_timeout_s or 2 * (given.join_timeout_s + given.heartbeat_timeout_s)
     resolved = given.model_copy(
-        update={"count": count, "ranks": ranks or given.ranks or 1, "min_islands": min_islands}
+        update={
+            "count": count,
+            "ranks": ranks or given.ranks or 1,
+            "min_islands": min_islands,
+            "hang_timeout_s": hang,
+        }
     )
-    if not resolved.heartbeat_timeout_s < resolved.join_timeout_s:
+    block = block.model_copy(update={"islands": resolved})
+    _check_timeouts(block, hang)
+    return block
+
+
+def _check_timeouts(block: IslandJob, hang: float) -> None:
+    """heartbeat < join, message < join, join + heartbeat < hang: a longer wait must see a shorter one end."""
+    islands, message = block.islands, block.sync.timeout_s
+    heartbeat, join = islands.heartbeat_timeout_s, islands.join_timeout_s
+    if not heartbeat < join:
         raise ConfigError(
             f"{BLOCK}.islands.join_timeout_s",
-            f"more than heartbeat_timeout_s = {resolved.heartbeat_timeout_s:g}",
-            resolved.join_timeout_s,
+            f"more than heartbeat_timeout_s = {heartbeat:g}",
+            join,
             "A dead island must be noticed before a round stops waiting for it.",
         )
-    return block.model_copy(update={"islands": resolved})
+    if not message < join:
+        raise ConfigError(
+            f"{BLOCK}.sync.timeout_s",
+            f"less than islands.join_timeout_s = {join:g}",
+            message,
+            "An island that waits for a message of a dead one must be back before the next round begins.",
+        )
+    if not join + heartbeat < hang:
+        raise ConfigError(
+            f"{BLOCK}.islands.hang_timeout_s",
+            f"more than join_timeout_s + heartbeat_timeout_s = {join + heartbeat:g}",
+            hang,
+            "A round may wait that long for others; that is no hang.",
+        )
+
+
+def check_sync(block: IslandJob) -> None:
+    """Keys of ``sync`` that contradict each other, the islands or the model."""
+    sync, count = block.sync, block.islands.count
+    assert count is not None  # `resolve_islands` has filled it in
+    if sync.quorum > count:
+        raise ConfigError(f"{BLOCK}.sync.quorum", f"at most islands.count = {count}", sync.quorum)
+    if sync.overlap_steps >= sync.inner_steps:
+        raise ConfigError(
+            f"{BLOCK}.sync.overlap_steps",
+            f"less than inner_steps = {sync.inner_steps}",
+            sync.overlap_steps,
+            "A fragment's contribution must be merged before the next one is due.",
+        )
+    if sync.mode == "sync":
+        _refuse_async_keys(block)
+    layers = block.model.num_layers if block.model is not None else None
+    if layers is not None and sync.fragments > 1 and sync.fragments > layers:
+        raise ConfigError(
+            f"{BLOCK}.sync.fragments",
+            f"at most model.num_layers = {layers}",
+            sync.fragments,
+            "Fragments are cut by layers; embeddings, output layer and final norm are one more.",
+        )
+    _check_delay(block, count)
+
+
+def _refuse_async_keys(block: IslandJob) -> None:
+    """What would do nothing without a word, where the run would be another than was meant."""
+    sync = block.sync
+    if sync.overlap_steps > 0:
+        raise ConfigError(
+            f"{BLOCK}.sync.overlap_steps",
+            'mode "async" with it',
+            sync.overlap_steps,
+            "In sync mode training waits for each round and overlaps with none.",
+        )
+    if sync.quorum > 1:
+        raise ConfigError(
+            f"{BLOCK}.sync.quorum",
+            'mode "async" with it',
+            sync.quorum,
+            "In sync mode every live island contributes; islands.min_islands says how many there must be.",
+        )
+
+
+def _check_delay(block: IslandJob, count: int) -> None:
+    where, delay = f"{BLOCK}.sync.controlled_delay", block.sync.controlled_delay
+    values = [delay] if isinstance(delay, int) else delay if isinstance(delay, list) else [delay.low]
+    if isinstance(delay, list) and len(delay) != count:
+        raise ConfigError(where, f"one number for each of {count} islands", delay)
+    if any(value < 0 for value in values):
+        raise ConfigError(where, "rounds, at least 0", delay)
+    if isinstance(delay, DelayConfig) and delay.kind == "uniform" and delay.high < delay.low:
+        raise ConfigError(f"{where}.high", f"at least low = {delay.low}", delay.high)
+    if isinstance(delay, DelayConfig) and delay.kind == "geometric" and (delay.low or delay.high):
+        raise ConfigError(where, "mean alone for a geometric delay", "low or high beside it", "Remove them.")
+    if block.sync.mode == "async" and delay != 0:
+        raise ConfigError(
+            where, 'mode "sync" with it', delay, "In async mode staleness is measured, not made; remove it."
+        )
+    least = 0 if isinstance(delay, DelayConfig) and delay.kind == "geometric" else min(values)
+    outer = block.outer
+    if outer.optimizer == "cgad" and staleness_gate(least, outer.alpha, outer.tau_cut) == 0.0:
+        log.warning(
+            "%s: every contribution is %d rounds old or older, and from outer.tau_cut = %d on the gate is 0: "
+            "nothing that the islands learn will be used",
+            where,
+            least,
+            outer.tau_cut,
+        )
 
 
 def check_outer(block: IslandJob) -> None:
@@ -59,8 +163,9 @@ def check_outer(block: IslandJob) -> None:
             raise ConfigError(field, e.expected, e.got, e.remedy) from None
         if "max_lr" in own or "min_lr" in own:
             raise ConfigError(f"{BLOCK}.outer.lr_schedule", "ratios alone; the peak is outer.lr", sorted(own))
-    if block.outer.optimizer == "nesterov" and not block.outer.momentum:
-        raise ConfigError(f"{BLOCK}.outer.momentum", "more than 0 for nesterov", 0.0, 'Or use "sgd".')
+    kind = block.outer.optimizer
+    if kind in ("nesterov", "delayed_nesterov") and not block.outer.momentum:
+        raise ConfigError(f"{BLOCK}.outer.momentum", f"more than 0 for {kind}", 0.0, 'Or use "sgd".')
     for i, beta in enumerate(block.outer.betas):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"{BLOCK}.outer.betas.{i}", "a number in [0, 1)", beta)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+import re
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -45,13 +47,15 @@ _SCHEDULER = (
 )
 
 
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    kinds = get_args(annotation) or (annotation,)
+    return next((t for t in kinds if isinstance(t, type) and issubclass(t, BaseModel)), None)
+
+
 def parts() -> dict[str, type[BaseModel]]:
     """The parts of our block by name."""
-    found: dict[str, type[BaseModel]] = {}
-    for name, field in IslandJob.model_fields.items():
-        kinds = getattr(field.annotation, "__args__", (field.annotation,))
-        found[name] = next(t for t in kinds if isinstance(t, type) and issubclass(t, BaseModel))
-    return found
+    models = {name: _model_in(field.annotation) for name, field in IslandJob.model_fields.items()}
+    return {name: model for name, model in models.items() if model is not None}
 
 
 def _home(key: str) -> str | None:
@@ -66,14 +70,40 @@ def _home(key: str) -> str | None:
     return " or ".join(homes) or None
 
 
+def _place(loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
+    """The keys that lead to a place in our block, and the model whose keys are there.
+
+    Pydantic puts the kind of value that it tried between them where a key takes several kinds.
+    """
+    model: type[BaseModel] = IslandJob
+    inside: type[BaseModel] | None = IslandJob
+    path: list[str] = []
+    several = False
+    for part in loc:
+        model = inside or model
+        if several:
+            several = False
+            continue
+        if part in model.model_fields:
+            annotation = model.model_fields[str(part)].annotation
+            inside = _model_in(annotation)
+            kinds = [t for t in get_args(annotation) if t is not type(None)]
+            several = get_origin(annotation) in (Union, UnionType) and len(kinds) > 1
+        path.append(str(part))
+    return path, model
+
+
 def config_error(e: ValidationError) -> ConfigError:
     """The first thing pydantic found wrong in our block, in the words of this package."""
-    first = e.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    errors = e.errors()
+    # Where several kinds of value are taken, each has its complaint: that of the one that came furthest.
+    same_key = [x for x in errors if x["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(same_key, key=lambda x: len(x["loc"]))
+    path, model = _place(first["loc"])
     where = ".".join((BLOCK, *path))
     if first["type"] == "extra_forbidden":
         key = path[-1]
-        names = list(IslandJob.model_fields if len(path) == 1 else parts()[path[0]].model_fields)
+        names = list(model.model_fields)
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         remedy = f"Remove it; known here are: {', '.join(names)}."
         if home := _home(key):
@@ -83,8 +113,15 @@ def config_error(e: ValidationError) -> ConfigError:
         return ConfigError(where, "a known key", f"the unknown key {key!r}", remedy)
     if first["type"] == "missing":
         return ConfigError(where, "a value", "nothing", "Add this key.")
-    message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(where, message[0].lower() + message[1:], first.get("input"))
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    value = first["input"]
+    remedy = ""
+    if first["type"] == "literal_error" and isinstance(value, str):
+        words = re.findall(r"'([^']*)'", first["ctx"]["expected"])
+        near = difflib.get_close_matches(value, words, n=1, cutoff=0.5)
+        remedy = f"Did you mean {near[0]!r}?" if near else ""
+    got = repr(value) if isinstance(value, str) else value
+    return ConfigError(where, message[0].lower() + message[1:], got, remedy)
 
 
 def refuse_misplaced(deepspeed: dict[str, Any]) -> None:

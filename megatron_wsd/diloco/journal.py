@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_wsd.diloco.agree import Decision
-from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.round import RoundResult
-from megatron_wsd.metrics import Metrics, say
+from megatron_wsd.metrics import Metrics
 
 
 class Journal:
@@ -15,16 +14,16 @@ class Journal:
 
     Args:
         metrics: of the island; silent on all ranks but the first.
-        group: the ranks of this island.
         islands: how many the run has.
+        fragments: how many the model is cut into.
     """
 
-    def __init__(self, metrics: Metrics, group: IslandGroup, islands: int) -> None:
-        self._metrics, self._group = metrics, group
+    def __init__(self, metrics: Metrics, islands: int, fragments: int) -> None:
+        self._metrics, self._fragments = metrics, fragments
         self._here = tuple(range(islands))
 
     def note(self, result: RoundResult, inner_step: int) -> None:
-        """Record one round after it was adopted; all ranks of the island must call it."""
+        """Record one round that was not void."""
         if result.decision is None:
             return
         self._note_members(result.decision, inner_step)
@@ -34,8 +33,8 @@ class Journal:
                 f"step {inner_step}: the pseudo-gradient of island {island} holds NaN or Inf; it was dropped"
             )
             self._metrics.event("void", inner_step, text)
-        if result.committed:
-            self._note_commit(result, result.decision, inner_step)
+        if result.committed or result.skipped:
+            self._note_round(result, result.decision, inner_step)
 
     def note_void(self, result: RoundResult, inner_step: int, outer_step: int) -> None:
         """Record a round that was not committed."""
@@ -45,6 +44,7 @@ class Journal:
             step=inner_step,
             outer_step=outer_step,
             committed=False,
+            fragment=result.fragment,
             islands=list(result.decision.islands) if result.decision else [],
             contributors=[],
             staleness={},
@@ -52,6 +52,7 @@ class Journal:
             bytes=result.bytes,
             island_bytes=result.bytes,
             seconds=result.seconds,
+            exchange_s=result.exchange_s,
             digest=f"{result.digest:016x}",
             reason=result.reason,
         )
@@ -83,29 +84,56 @@ class Journal:
             self._metrics.event("back", step, f"step {step}: island {island} is back")
         self._here = here
 
-    def _note_commit(self, result: RoundResult, decision: Decision, step: int) -> None:
-        moved = sum(row[0] for row in self._group.gather([result.bytes]))
+    def note_adopted(
+        self, step: int, fragment: int, version: int, lag: int, waited: int, discarded: int
+    ) -> None:
+        """Record that the island trains on from a new version of a fragment.
+
+        Args:
+            step: inner step of the island.
+            fragment: its number.
+            version: adopted.
+            lag: versions that were committed since.
+            waited: inner steps since its contribution was captured.
+            discarded: of these, how many are given up, in whole or in part.
+        """
+        self._metrics.write(
+            "adopt",
+            step=step,
+            fragment=fragment,
+            version=version,
+            lag=lag,
+            waited_steps=waited,
+            steps_discarded=discarded,
+        )
+
+    def _note_round(self, result: RoundResult, decision: Decision, step: int) -> None:
         names = [str(i) for i in decision.contributors]
         staleness = dict(zip(names, decision.staleness, strict=True))
-        outer_step = decision.outer_step + 1
+        outer_step = decision.outer_step + int(result.committed)
         self._metrics.write(
             "round",
             step=step,
             outer_step=outer_step,
-            committed=True,
+            committed=result.committed,
+            fragment=result.fragment,
+            version=result.version,
+            fragment_age=decision.fragment_age,
             islands=list(decision.islands),
             contributors=list(decision.contributors),
             staleness=staleness,
             gates=dict(zip(names, result.gates, strict=True)),
             bytes=result.bytes,
-            island_bytes=moved,
+            island_bytes=result.island_bytes,
             seconds=result.seconds,
+            exchange_s=result.exchange_s,
             digest=f"{result.digest:016x}",
             reason=result.reason,
         )
-        if self._group.rank == 0:
-            ages = " ".join(f"{i}:{tau}" for i, tau in staleness.items())
-            say(
-                f"round {outer_step} at step {step}: islands {list(decision.islands)}, staleness {ages}, "
-                f"{moved / 1e6:.2f} MB, {result.seconds:.2f} s, digest {result.digest:016x}"
-            )
+        ages = " ".join(f"{i}:{tau}" for i, tau in staleness.items())
+        which = f" of fragment {result.fragment}" if self._fragments > 1 else ""
+        moved = f"{result.island_bytes / 1e6:.2f} MB, {result.seconds:.2f} s"
+        self._metrics.tell(
+            f"round {outer_step}{which} at step {step}: islands {list(decision.islands)}, staleness {ages}, "
+            f"{moved}, digest {result.digest:016x}"
+        )

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.diloco.watch import HangWatch
 from megatron_wsd.errors import ExchangeError, IslandError
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ class Membership:
         group: the ranks of this island.
         config: for the timeouts and the fewest islands.
 
+    Attributes:
+        bytes_moved: payload that this rank sent or received.
+        may_go_on: asked, on rank 0, whether the operator lets fewer islands go on after the lighthouse was
+            restarted.
+
     Raises:
         IslandError: the lighthouse does not answer.
     """
@@ -102,6 +108,14 @@ class Membership:
         self._pg: Any = None
         self._step = 0
         self.bytes_moved = 0
+        islands = config.islands
+        self._watch = HangWatch(
+            islands.hang_timeout_s or 2 * (islands.join_timeout_s + islands.heartbeat_timeout_s)
+        )
+        self._met: tuple[int, ...] = ()
+        self._quorum_id = 0
+        self._distrust = False
+        self.may_go_on: Callable[[], bool] = lambda: False
         check_lighthouse(address.lighthouse)
         self._build()
 
@@ -149,6 +163,7 @@ class Membership:
         Raises:
             ExchangeError: no quorum; the seat has been rebuilt and the next call may succeed.
         """
+        self.beat()
         self._step = max(0, step)
         self._manager.load_state_dict({"step": self._step, "batches_committed": 0})
         problem = ""
@@ -159,6 +174,43 @@ class Membership:
         if not self._group.all_agree(not problem):
             self._rebuild()
             raise ExchangeError(f"no quorum: {problem or 'another rank of this island got none'}")
+
+    def check_complete(self, here: tuple[int, ...]) -> None:
+        """Refuse to go on with fewer islands than before after the lighthouse was restarted.
+
+        It has forgotten who was alive: whoever asks it first would get a quorum alone, and two islands could
+        go apart. All must be back, or the operator says that those who are there may go on.
+
+        Args:
+            here: islands in this quorum.
+
+        Raises:
+            ExchangeError: some are missing.
+        """
+        quorum_id = int(getattr(self._manager, "_quorum_id", 0))
+        # A quorum with other members always has a higher number, as long as one lighthouse counts.
+        if quorum_id < self._quorum_id or (quorum_id == self._quorum_id and here != self._met):
+            log.warning("the lighthouse has been restarted")
+            self._distrust = True
+        self._quorum_id = quorum_id
+        missing = sorted(set(self._met) - set(here))
+        if self._distrust and missing:
+            if not self._group.broadcast([int(self.may_go_on())])[0]:
+                raise ExchangeError(f"the lighthouse was restarted and islands {missing} are not back yet")
+            log.warning("going on without islands %s, as the operator allows", missing)
+        self._distrust = False
+        self._met = here
+
+    def beat(self) -> None:
+        """The outer half makes progress."""
+        self._watch.beat()
+
+    def abort(self) -> None:
+        """Let peers that wait for this rank fail at once instead of at a timeout."""
+        if self.usable:
+            self._manager.report_error(ExchangeError("aborted"))
+        with contextlib.suppress(Exception):
+            self._pg.abort()
 
     def _rebuild(self) -> None:
         """After a quorum that raised, the Manager would raise for ever: make a new one."""
@@ -182,6 +234,7 @@ class Membership:
     def _run(self, what: str, start: Callable[[], Any]) -> None:
         if not self.usable:
             raise ExchangeError(f"{what}: the group was not made or has failed: {self._manager.errored()}")
+        self.beat()
         try:
             start().wait()
         except Exception as e:  # gloo raises RuntimeError; a torchft group its own kinds
@@ -232,6 +285,7 @@ class Membership:
 
     def shutdown(self) -> None:
         """Leave. The other islands notice after ``heartbeat_timeout_s``."""
+        self._watch.stop()
         with contextlib.suppress(Exception):
             self._pg.abort()
         self._manager.shutdown(wait=False)

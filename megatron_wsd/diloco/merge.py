@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from megatron_wsd.config import Config, OuterConfig
 from megatron_wsd.diloco.agree import Decision
+from megatron_wsd.diloco.wire import Chunk
+from megatron_wsd.optim import wire
 from megatron_wsd.optim.gate import staleness_gate
+from megatron_wsd.optim.layout import FlatLayout, is_embedding
 from megatron_wsd.schedule import Schedule
 
+# Unit vectors whose mean is shorter than this point nowhere in common.
+CANCELLED = 0.01
 
-def age_gate(outer: OuterConfig, staleness: int) -> float:
+
+def age_gate(outer: OuterConfig, age: int) -> float:
     """What the outer optimizer makes of a contribution's age.
 
     CGAD: the staleness gate. Adam-Decay: its exponential alone, e^(-alpha tau). All others: 1.
     """
     if outer.optimizer == "cgad":
-        return staleness_gate(staleness, outer.alpha, outer.tau_cut)
+        return staleness_gate(age, outer.alpha, outer.tau_cut)
     if outer.optimizer == "adam_decay":
-        return math.exp(-outer.alpha * staleness)
+        return math.exp(-outer.alpha * age)
     return 1.0
 
 
@@ -36,6 +44,100 @@ def merge_coefficients(gates: Sequence[float], weights: Sequence[float]) -> list
     """
     total = sum(weights)
     return [g * w / total for g, w in zip(gates, weights, strict=True)]
+
+
+def decision_coefficients(config: Config, decision: Decision) -> tuple[list[float], list[float]]:
+    """Gates and coefficients of a decision's contributors, in their order."""
+    gates = [age_gate(config.outer, age) for age in decision.ages]
+    by_tokens = config.sync.merge == "tokens"
+    weights = [float(max(1, decision.offer(i).tokens)) if by_tokens else 1.0 for i in decision.contributors]
+    return gates, merge_coefficients(gates, weights)
+
+
+class Merge:
+    """The sum of one round, contribution by contribution and chunk by chunk.
+
+    ``mean`` and ``tokens``: merged = sum_k c_k g_k, in fp32, in the order of the island numbers.
+
+    ``radial``: radial-directional averaging (Decoupled DiLoCo, arXiv 2604.21428), for every parameter but
+    embeddings, which are averaged:
+
+        merged = R * D / |D|,   R = sum_k c_k |g_k|,   D = sum_k c_k g_k / |g_k|
+
+    with the norms of whole parameters. Directions that cancel, |D| < 0.01 sum_k c_k, are not blown up: there
+    merged = R * D / sum_k c_k, which is as short as they disagree.
+
+    Args:
+        kind: ``sync.merge``.
+        fmt: of the payloads.
+        layout: of the fragment.
+        merged: fp32 [layout.total], overwritten.
+        coefficients: c_k of each contributor.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        fmt: wire.WireFormat,
+        layout: FlatLayout,
+        merged: torch.Tensor,
+        coefficients: Sequence[float],
+    ) -> None:
+        self._fmt, self.layout, self.merged = fmt, layout, merged
+        self.coefficients = coefficients
+        self.radial = kind == "radial"
+        self._is_radial = torch.tensor([not is_embedding(s.name) for s in layout.ordered])
+        self._reach = torch.zeros(len(layout.ordered), dtype=torch.float64)  # R
+        merged.zero_()
+
+    def factors(self, place: int, norms: torch.Tensor | None) -> torch.Tensor | None:
+        """Per segment, what multiplies the contribution at ``place`` of the contributors; None: c_k for all.
+
+        Args:
+            norms: float64 [segments], of the whole parameters; for ``radial`` only.
+        """
+        if not self.radial:
+            return None
+        assert norms is not None
+        coefficient = self.coefficients[place]
+        self._reach += coefficient * norms
+        unit = torch.where(norms > 0, coefficient / norms.clamp(min=1e-300), 0.0)
+        plain = torch.full_like(unit, coefficient)
+        # What no fp32 number can hold is as good as zero: its norm is below 1e-38.
+        unit = torch.where(unit < 1e38, unit, 0.0)
+        return torch.where(self._is_radial, unit, plain)
+
+    def add(self, chunk: Chunk, payload: torch.Tensor, place: int, factors: torch.Tensor | None) -> bool:
+        """merged += coefficient * decode(payload); whether what was written can be stepped.
+
+        Args:
+            chunk: of the fragment.
+            payload: uint8, encoded.
+            place: of the contribution among the contributors.
+            factors: what `factors` gave for it.
+        """
+        part = self.merged[chunk.start : chunk.end]
+        if factors is None:
+            return wire.accumulate(self._fmt, payload, part, self.coefficients[place])
+        return wire.accumulate_segments(self._fmt, payload, part, chunk.start, self.layout.table, factors)
+
+    def finish(self, total_sumsq: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give radial parameters their length.
+
+        Args:
+            total_sumsq: from sums of squares of this rank's shards, float64 [segments], to those of the whole
+                parameters; called on all ranks of the island.
+        """
+        if not self.radial:
+            return
+        length = total_sumsq(wire.segment_sumsq(self.merged, self.layout.table)).sqrt()
+        agreement = sum(self.coefficients)
+        short = length < CANCELLED * agreement
+        scale = torch.where(
+            short, self._reach / max(agreement, 1e-300), self._reach / length.clamp(min=1e-300)
+        )
+        factors = torch.where(self._is_radial, scale, torch.ones_like(scale))
+        wire.scale_segments(self.merged, self.layout.table, factors)
 
 
 def rate_scale(config: Config, inner: Schedule | None, decision: Decision) -> float:
@@ -55,7 +157,7 @@ def rate_scale(config: Config, inner: Schedule | None, decision: Decision) -> fl
     outer, scale = config.outer, 1.0
     if outer.participation:
         scale *= len(decision.contributors) / len(decision.reports)
-    start = max(0, decision.inner_step - max(decision.report(i).steps for i in decision.contributors))
+    start = max(0, decision.inner_step - max(decision.offer(i).steps for i in decision.contributors))
     if config.outer_schedule is not None:
         return scale * config.outer_schedule.factor(start)
     adam = outer.optimizer in ("cgad", "adam_decay", "adam")

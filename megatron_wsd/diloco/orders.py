@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.journal import Journal
-from megatron_wsd.diloco.round import OuterState
+from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.errors import ConfigError, ScheduleError
 from megatron_wsd.schedule import Schedule
 from megatron_wsd.schedule.deepspeed import WSD
@@ -41,63 +44,93 @@ class Orders:
         self._journal, self._scheduler = journal, scheduler
         self._done = 0
 
-    def proposed(self) -> Order | None:
-        """The order that waits in the run folder, seen by rank 0; equal on all ranks of the island."""
+    def proposed(self, group: IslandGroup | None = None) -> Order | None:
+        """The order that waits in the run folder, seen by rank 0; equal on all ranks of the island.
+
+        Args:
+            group: of the caller's thread; that of the constructor by default.
+        """
+        group = group or self._group
         found = None
-        if self._control is not None and self._group.rank == 0:
+        if self._control is not None and group.rank == 0:
             try:
                 pending = self._control.pending()
                 found = pending.model_dump(mode="json") if pending else None
             except ConfigError as e:
                 log.error("%s", e)
-        found = self._group.share(found)
+        found = group.share(found)
         return None if found is None else Order.model_validate(found)
 
     def loaded(self) -> None:
         """The state came from a checkpoint, and the scheduler with it: nothing in it is new."""
         self._done = len(self._state.orders)
 
-    def carry_out(self, position: int) -> Schedule | None:
+    def carry_out(self, position: int, known: int | None = None) -> Schedule | None:
         """Carry out what was committed and has not been.
 
-        Each at the step at which its round was committed, so an island that comes late to it ends with the
-        very same schedule.
-
         Args:
-            position: inner steps of this island, at which the scheduler is left.
+            position: of this island in the schedule, at which the scheduler is left.
+            known: how many orders all ranks of the island know; all of them by default.
 
         Returns:
             The schedule from now on; None without a WSD.
         """
-        new = self._state.orders[self._done :]
+        new = self._state.orders[self._done : known]
+        apply_orders(self._scheduler, new, position)
         for entry in new:
-            try:
-                self._apply(entry)
-            except ScheduleError as e:
-                entry["refused"] = str(e)
-            if isinstance(self._scheduler, WSD):
-                self._scheduler.set_position(position)
             self._journal.note_order(entry, entry["step"])
-        self._done = len(self._state.orders)
+        self._done += len(new)
         if new and self._control is not None and self._group.rank == 0:
-            self._control.settle(self._state.orders)
+            self._control.settle(self._state.orders[: self._done])
         return self._scheduler.schedule if isinstance(self._scheduler, WSD) else None
 
-    def _apply(self, entry: dict[str, Any]) -> None:
-        scheduler = self._scheduler
-        if not isinstance(scheduler, WSD):
-            raise ScheduleError("scheduler.type", "WSD", type(scheduler).__name__)
-        order = Order.model_validate({k: v for k, v in entry.items() if k in Order.model_fields})
-        scheduler.set_position(entry["step"])
-        if order.kind == "cancel":
-            scheduler.cancel_decay()
-        elif order.kind == "override":
-            scheduler.load_state_dict(scheduler.state_dict(), order.fields)
-        else:
-            scheduler.begin_decay(
-                order.length,
-                start=order.at,
-                shape=order.shape,
-                min_lr_ratio=order.min_lr_ratio,
-                then=order.then,
-            )
+
+def apply_orders(scheduler: Any, entries: Sequence[dict[str, Any]], position: int) -> None:
+    """Carry out orders, each at the step at which its round was committed.
+
+    So an island that comes late to them ends with the very same schedule. A refused one says so in its entry.
+
+    Args:
+        scheduler: a WSD; anything else refuses every order.
+        entries: committed orders.
+        position: at which the scheduler is left.
+    """
+    for entry in entries:
+        try:
+            _apply(scheduler, entry)
+        except ScheduleError as e:
+            entry["refused"] = str(e)
+    if entries and isinstance(scheduler, WSD):
+        scheduler.set_position(position)
+
+
+def shadow_of(scheduler: Any) -> Any:
+    """A WSD like this one that moves no optimizer's rate; what is no WSD comes back as it is.
+
+    The outer rate may follow the inner schedule, and must change in the same round on all islands, while
+    each island's own scheduler obeys when that island adopts.
+    """
+    if not isinstance(scheduler, WSD):
+        return scheduler
+    shadow = copy.copy(scheduler)
+    shadow.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0} for _ in scheduler.peaks])
+    return shadow
+
+
+def _apply(scheduler: Any, entry: dict[str, Any]) -> None:
+    if not isinstance(scheduler, WSD):
+        raise ScheduleError("scheduler.type", "WSD", type(scheduler).__name__)
+    order = Order.model_validate({k: v for k, v in entry.items() if k in Order.model_fields})
+    scheduler.set_position(entry["step"])
+    if order.kind == "cancel":
+        scheduler.cancel_decay()
+    elif order.kind == "override":
+        scheduler.load_state_dict(scheduler.state_dict(), order.fields)
+    else:
+        scheduler.begin_decay(
+            order.length,
+            start=order.at,
+            shape=order.shape,
+            min_lr_ratio=order.min_lr_ratio,
+            then=order.then,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,67 +17,19 @@ import torch
 
 from megatron_wsd.config import Config
 from megatron_wsd.control import Order
-from megatron_wsd.diloco.agree import Decision, Report, combine_digests, decide, to_int64
+from megatron_wsd.diloco.agree import Decision, Offer, Report, Rules, combine_digests, decide, to_int64
 from megatron_wsd.diloco.capture import Contribution
+from megatron_wsd.diloco.faults import NO_FAULTS, Faults
+from megatron_wsd.diloco.fragments import SyncPoints
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
-from megatron_wsd.diloco.merge import age_gate, merge_coefficients, rate_scale
-from megatron_wsd.diloco.wire import broadcast_flat, broadcast_json, buckets
-from megatron_wsd.errors import ExchangeError, IslandError
-from megatron_wsd.optim import native
-from megatron_wsd.optim.layout import FlatLayout
-from megatron_wsd.optim.outer import OuterOptimizer
+from megatron_wsd.diloco.merge import Merge, decision_coefficients, rate_scale
+from megatron_wsd.diloco.state import FragmentState, OuterState
+from megatron_wsd.diloco.wire import broadcast_flat, broadcast_json, cut
+from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError
+from megatron_wsd.optim import native, wire
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class OuterState:
-    """What all islands hold alike, sharded over the ranks of each.
-
-    Attributes:
-        layout: of the flat buffers.
-        anchor: fp32 or bf16 [layout.total], the last agreed parameters.
-        optimizer: the outer optimizer and its state.
-        outer_step: committed rounds.
-        tokens: committed tokens over all islands.
-        inner_step: inner steps of the run at the last commit.
-        orders: orders of the operator, each with the step at which its round was committed.
-    """
-
-    layout: FlatLayout
-    anchor: torch.Tensor
-    optimizer: OuterOptimizer
-    outer_step: int = 0
-    tokens: int = 0
-    inner_step: int = 0
-    orders: list[dict[str, Any]] = field(default_factory=list)
-
-    def counters(self) -> dict[str, Any]:
-        """The json-able part."""
-        return {
-            "outer_step": self.outer_step,
-            "tokens": self.tokens,
-            "inner_step": self.inner_step,
-            "t": self.optimizer.t,
-            "orders": self.orders,
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The flat buffers by name, live."""
-        return {"anchor": self.anchor, **self.optimizer.state_tensors()}
-
-    def take_counters(self, counters: dict[str, Any]) -> None:
-        """Take over `counters` of another island or of a checkpoint."""
-        self.outer_step = counters["outer_step"]
-        self.tokens = counters["tokens"]
-        self.inner_step = counters["inner_step"]
-        self.optimizer.t = counters["t"]
-        self.orders = list(counters["orders"])
-
-    def digest(self) -> int:
-        """64-bit digest of anchor and outer state of this rank."""
-        return self.optimizer.digest(self.anchor)
 
 
 @dataclass
@@ -85,13 +37,18 @@ class RoundResult:
     """What became of one round.
 
     Attributes:
-        committed: the anchor has moved.
+        committed: the anchor of ``fragment`` has moved.
         void: an exchange or a vote failed; nothing has changed and the same can be offered again.
         healed: this island received the outer state of another.
+        skipped: every gate was 0 and nothing moved; the contributions are used up.
+        fragment: what the round was about; None if there was nothing to merge.
         decision: what the islands agreed on; None if they did not come that far.
+        version: of the fragment, after the round.
         gates: gate of each contributor.
         bytes: payload that this rank sent or received.
+        island_bytes: the same over all ranks of the island; of committed rounds alone.
         seconds: wall time.
+        exchange_s: of it, the time in which payload moved.
         digest: of the outer state of this island after the round, over all its ranks.
         reason: why a round is void or empty.
     """
@@ -99,10 +56,15 @@ class RoundResult:
     committed: bool = False
     void: bool = False
     healed: bool = False
+    skipped: bool = False
+    fragment: int | None = None
     decision: Decision | None = None
+    version: int = 0
     gates: list[float] = field(default_factory=list)
     bytes: int = 0
+    island_bytes: int = 0
     seconds: float = 0.0
+    exchange_s: float = 0.0
     digest: int = 0
     reason: str = ""
 
@@ -117,8 +79,10 @@ class OuterHalf:
         island: number of this island.
         group: the ranks of this island.
         seat: this rank among its equals.
-        state: anchor and outer optimizer.
+        state: anchors and outer optimizers.
         data_digest: of the corpora, compared between islands.
+        plan_digest: of the fragments, compared between islands.
+        faults: to be injected.
     """
 
     def __init__(
@@ -129,16 +93,23 @@ class OuterHalf:
         seat: Membership,
         state: OuterState,
         data_digest: int = 0,
+        plan_digest: int = 0,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self._config, self._island, self._group, self._seat = config, island, group, seat
         self.state = state
         self.settled = False
         self.schedule = config.schedule
-        self._merged = torch.zeros(state.layout.total, dtype=torch.float32)
-        self._incoming = torch.empty(
-            min(state.anchor.numel(), max(1, config.sync.bucket_bytes // 4)), dtype=torch.float32
-        )
-        self._data_number = data_digest
+        self._faults = faults
+        self._points = SyncPoints(config.sync.inner_steps, len(state.fragments))
+        sync = config.sync
+        self._rules = Rules(sync.mode == "sync", sync.quorum, round(1000 * sync.grace_s))
+        self.fmt = wire.WireFormat.of(sync.wire)
+        self.chunks = [cut(self.fmt, f.layout.total, sync.bucket_bytes) for f in state.fragments]
+        self._merged = torch.zeros(max(f.layout.total for f in state.fragments), dtype=torch.float32)
+        largest = max((c.last_byte - c.first_byte for cs in self.chunks for c in cs), default=0)
+        self._incoming = torch.empty(largest, dtype=torch.uint8)
+        self._data_number, self._plan_number = data_digest, plan_digest
         self._config_number = int(config.digest()[:15], 16)
         self._outvoted = False
         self._island_digest = 0
@@ -146,25 +117,33 @@ class OuterHalf:
 
     def refresh_digest(self) -> int:
         """Digest the outer state anew after it changed; equal on all ranks of the island."""
-        mine = to_int64(self.state.digest())
-        shards = [row[0] for row in self._group.gather([mine])]
-        self._island_digest = combine_digests([*shards, *(o["number"] for o in self.state.orders)])
+        self._renew(0)
         return self._island_digest
+
+    def _renew(self, moved: int, torn: bool = False) -> tuple[int, bool]:
+        """The digest; and the sum of ``moved``, and whether anything is ``torn``, over the ranks."""
+        rows = self._group.gather([to_int64(self.state.digest()), moved, int(torn)])
+        self._island_digest = combine_digests([*(row[0] for row in rows), self.state.counter_digest()])
+        return sum(row[1] for row in rows), any(row[2] for row in rows)
 
     def run_round(
         self,
-        contribution: Contribution | None,
-        inner_step: int,
+        pending: Mapping[int, Contribution],
+        position: int,
         withdraw: Callable[[Decision], bool] | None = None,
         order: Order | None = None,
+        *,
+        done: bool = False,
     ) -> RoundResult:
         """Run one round, from quorum to the stepped anchor.
 
         Args:
-            contribution: this rank's part of the island's; None to meet the others empty-handed.
-            inner_step: inner steps of the run, as this island counts them.
+            pending: this rank's part of the island's contributions, by fragment; those that some rank of the
+                island lacks wait. None to meet the others empty-handed.
+            position: of the schedule, in inner steps of the run, as this island counts them.
             withdraw: asked, on all ranks alike, once it is known who takes part; True makes the round void.
             order: to be proposed to the others; equal on all ranks of the island.
+            done: the run of this island is over.
 
         Raises:
             IslandError: the islands cannot work together.
@@ -172,7 +151,7 @@ class OuterHalf:
         result = RoundResult()
         started, bytes_before = time.perf_counter(), self._seat.bytes_moved
         try:
-            self._attempt(contribution, inner_step, withdraw, order, result)
+            self._attempt(pending, position, withdraw, order, done, result)
         except ExchangeError as e:
             result.void, result.reason = True, str(e)
         result.bytes = self._seat.bytes_moved - bytes_before
@@ -182,16 +161,18 @@ class OuterHalf:
 
     def _attempt(
         self,
-        contribution: Contribution | None,
-        inner_step: int,
+        pending: Mapping[int, Contribution],
+        position: int,
         withdraw: Callable[[Decision], bool] | None,
         order: Order | None,
+        done: bool,
         result: RoundResult,
     ) -> None:
+        bytes_before = self._seat.bytes_moved
         self._seat.start_round(self.state.outer_step)
         if order is not None and any(o["number"] == order.number for o in self.state.orders):
             order = None
-        decision = result.decision = self._agree(contribution, inner_step, order)
+        decision = result.decision = self._agree(pending, position, order, done)
         if withdraw is not None and withdraw(decision):
             self._seat.vote(False)
             raise ExchangeError("withdrawn: the run is being stopped")
@@ -200,32 +181,102 @@ class OuterHalf:
         if decision.healed:
             self._heal(decision)
             result.healed = self._island in decision.healed
-        if not decision.contributors:
+        result.fragment = decision.fragment
+        if decision.fragment is None or not decision.contributors:
             result.reason = "nothing to merge"
             return
-        gates = [age_gate(self._config.outer, tau) for tau in decision.staleness]
-        coefficients = merge_coefficients(gates, [1.0] * len(gates))
-        well, why, ordered = True, "", None
+        gates, coefficients = decision_coefficients(self._config, decision)
+        result.gates = gates
+        if not any(gates) and self._config.outer.all_gated == "skip":
+            result.skipped, result.reason = True, "every contribution is too old to count"
+            return
+        fragment = self.state.fragments[decision.fragment]
+        merged = self._merged[: fragment.layout.total]
+        merge = Merge(self._config.sync.merge, self.fmt, fragment.layout, merged, coefficients)
+        own = pending[decision.fragment].payload if self._island in decision.contributors else None
+        norms = None if own is None or not merge.radial else self._norms(fragment, decision.fragment, own)
+        why, ordered = "", None
+        began = time.perf_counter()
         try:
             if decision.proposer is not None:
                 ordered = self._take_order(decision, order)
-            self._exchange(decision, coefficients, contribution)
-        except ExchangeError as e:
-            well, why = False, str(e)
-        if not self._commit(well, why):
+            self._exchange(decision, merge, own, norms)
+        except Exception as e:  # whatever goes wrong on one rank, the round is void on all
+            why = _said(e)
+        result.exchange_s = time.perf_counter() - began
+        if not self._commit(why, merge):
             raise ExchangeError(why or "a peer could not commit")
-        self._step(decision)
-        if ordered is not None:
-            self.state.orders.append({**ordered, "step": decision.inner_step})
-        self.refresh_digest()
-        result.committed = True
-        result.gates = gates
+        why = ""
+        try:
+            with self.state.still:
+                self._faults.here("step", decision.outer_step)
+                step_fragment(self._config, self.schedule, self.state, fragment, decision, self._merged)
+                if ordered is not None:
+                    self.state.orders.append({**ordered, "step": decision.inner_step})
+        except Exception as e:  # the state is torn on this rank: it must be healed on all
+            why = _said(e)
+            log.exception("the outer step failed after it was committed")
+        moved, torn = self._renew(self._seat.bytes_moved - bytes_before, bool(why))
+        if torn:
+            self.state.outer_step = -1
+            raise ExchangeError(f"step: {why or 'another rank of this island failed'}; waiting to be healed")
+        result.committed, result.island_bytes, result.version = True, moved, fragment.version
 
-    def _agree(self, contribution: Contribution | None, inner_step: int, order: Order | None) -> Decision:
+    def _agree(
+        self, pending: Mapping[int, Contribution], position: int, order: Order | None, done: bool
+    ) -> Decision:
         """Exchange the islands' numbers; every rank of every island draws the same decision."""
-        finite = contribution is None or contribution.finite
-        finite = self._group.all_agree(finite)
-        report = Report(
+        report = self._report(pending, position, order, done)
+        problem, rows = "", []
+        try:
+            self._faults.here("agree", self.state.outer_step)
+            rows = self._seat.gather(report.numbers())
+        except Exception as e:  # void on all ranks, whatever it was
+            problem = _said(e)
+            self._seat.abort()
+        if not self._group.all_agree(not problem):
+            self._seat.vote(False)  # makes torchft reconfigure the group
+            raise ExchangeError(problem or "another rank of this island could not agree")
+        decision = decide([Report.from_numbers(row) for row in rows], self.settled, self._rules)
+        self._seat.check_complete(decision.islands)
+        return decision
+
+    def _report(
+        self, pending: Mapping[int, Contribution], position: int, order: Order | None, done: bool
+    ) -> Report:
+        """The numbers of this island, from those of its ranks; all ranks must call it."""
+        now = time.monotonic()
+        mine = [position, int(done)]
+        for i in range(len(self.state.fragments)):
+            c = pending.get(i)
+            waiting = 0 if c is None else round(1000 * (now - c.offered_at))
+            mine += [-1, 1, 0] if c is None else [c.cursor, int(c.finite), waiting]
+        rows = self._group.gather(mine)
+        position, done = rows[0][0], all(row[1] for row in rows)
+        offers = []
+        for i, f in enumerate(self.state.fragments):
+            at = 2 + 3 * i
+            offset = self._points.offsets[i]
+            turn = position // self._points.inner_steps if offset in (0, self._points.inner_steps) else 0
+            if 0 < offset < self._points.inner_steps and position >= offset:
+                turn = (position - offset) // self._points.inner_steps + 1
+            offer = Offer(version=f.version, last_turn=f.turn, turn=turn)
+            c = pending.get(i)
+            if c is not None and all(row[at] == rows[0][at] for row in rows):
+                offer = Offer(
+                    version=f.version,
+                    last_turn=f.turn,
+                    turn=turn,
+                    contributes=1,
+                    finite=min(row[at + 1] for row in rows),
+                    base=c.base,
+                    steps=c.steps,
+                    tokens=c.tokens,
+                    cursor=c.cursor,
+                    waiting_ms=rows[0][at + 2],
+                )
+            offers.append(offer)
+        return Report(
             island=self._island,
             outer_step=self.state.outer_step,
             digest=self._island_digest,
@@ -233,23 +284,12 @@ class OuterHalf:
             data=self._data_number,
             ranks=self._group.size,
             settled=int(self.settled),
-            contributes=int(contribution is not None),
-            finite=int(finite),
-            base=contribution.base if contribution else self.state.outer_step,
-            steps=contribution.steps if contribution else 0,
-            tokens=contribution.tokens if contribution else 0,
-            inner_step=inner_step,
+            done=int(done),
+            inner_step=position,
             order=order.number if order else 0,
+            plan=self._plan_number,
+            offers=tuple(offers),
         )
-        problem, rows = "", []
-        try:
-            rows = self._seat.gather(report.numbers())
-        except ExchangeError as e:
-            problem = str(e)
-        if not self._group.all_agree(not problem):
-            self._seat.vote(False)  # makes torchft reconfigure the group
-            raise ExchangeError(problem or "another rank of this island could not agree")
-        return decide([Report.from_numbers(row) for row in rows], self.settled)
 
     def _note_outvoted(self, decision: Decision) -> None:
         """A state that went wrong at an equal step is healed once; twice means broken hardware."""
@@ -266,26 +306,31 @@ class OuterHalf:
         log.error("outer state differs from the majority at step %d: healing", decision.outer_step)
 
     def _heal(self, decision: Decision) -> None:
-        """The leader sends its outer state over the group; the healed overwrite theirs."""
+        """The leader sends its outer state over the group; the healed overwrite theirs.
+
+        Nothing of it can change meanwhile: outer state changes in rounds alone, and this is one.
+        """
         assert decision.source is not None
         place = decision.place(decision.source)
         receiving = self._island in decision.healed
         problem = ""
         counters: dict[str, Any] = self.state.counters()
-        try:
-            counters = broadcast_json(self._seat, counters, place, receiving=receiving)
-            for name, tensor in sorted(self.state.tensors().items()):
-                log.debug("healing %s", name)
-                broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
-        except ExchangeError as e:
-            problem = str(e)
+        with self.state.still:
+            try:
+                counters = broadcast_json(self._seat, counters, place, receiving=receiving)
+                self._faults.here("healing", decision.outer_step)
+                for name, tensor in sorted(self.state.tensors().items()):
+                    log.debug("healing %s", name)
+                    broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
+            except Exception as e:  # told to the other ranks, then to the other islands
+                problem = _said(e)
+            if receiving:
+                self.state.forget_digest()  # a broadcast writes where torch does not see it
+                # Torn by a failure it stands behind everybody until a healing succeeds.
+                self.state.take_counters({**counters, "outer_step": -1} if problem else counters)
         whole = self._group.all_agree(not problem)
         if receiving:
-            self.state.optimizer.forget_digest()  # a broadcast writes where torch does not see it
-            if whole:
-                self.state.take_counters(counters)
-            else:
-                # Torn by the failure: stand behind everybody until a healing succeeds.
+            if not whole:
                 self.state.outer_step = -1
             self.refresh_digest()
         if not whole:
@@ -300,34 +345,70 @@ class OuterHalf:
         return dict(broadcast_json(self._seat, sent, decision.place(decision.proposer), receiving=not mine))
 
     def _exchange(
-        self, decision: Decision, coefficients: list[float], contribution: Contribution | None
+        self, decision: Decision, merge: Merge, own: torch.Tensor | None, own_norms: torch.Tensor | None
     ) -> None:
-        """merged = sum of coefficient x pseudo-gradient, in the order of the island numbers, in fp32."""
-        self._merged.zero_()
-        whole = True
-        for island, coefficient in zip(decision.contributors, coefficients, strict=True):
-            own = island == self._island
-            for start, end in buckets(self._merged.numel(), self._config.sync.bucket_bytes):
-                if own:
-                    assert contribution is not None
-                    part = contribution.pseudo_gradient[start:end]
-                else:
-                    part = self._incoming[: end - start]
-                self._seat.broadcast(part, decision.place(island))
-                fits = native.accumulate(self._merged[start:end], part, coefficient)
-                if island == decision.contributors[-1]:  # what is written now is what will be stepped
-                    whole = whole and fits
-        if not whole:
+        """Every contribution goes to everybody, in the order of the island numbers, and is added up."""
+        assert decision.fragment is not None
+        self._faults.here("before_exchange", decision.outer_step)
+        fits = [True]
+        for number, island in enumerate(decision.contributors):
+            if merge.coefficients[number] == 0.0:
+                continue  # as all islands know, it would add nothing
+            mine, place = island == self._island, decision.place(island)
+            norms = own_norms if mine else None
+            if merge.radial:
+                norms = (
+                    torch.zeros(len(merge.layout.ordered), dtype=torch.float64) if norms is None else norms
+                )
+                self._seat.broadcast(norms, place)
+            factors = merge.factors(number, norms)
+            fits = []
+            for chunk in self.chunks[decision.fragment]:
+                payload = self._incoming[: chunk.last_byte - chunk.first_byte]
+                if mine and own is not None:
+                    payload = own[chunk.first_byte : chunk.last_byte]
+                self._seat.broadcast(payload, place)
+                fits.append(merge.add(chunk, payload, number, factors))
+                self._faults.here("within_exchange", decision.outer_step)
+        if not all(fits):
             raise ExchangeError("the merged pseudo-gradient overflows fp32")
+        self._faults.here("after_exchange", decision.outer_step)
 
-    def _commit(self, well: bool, why: str) -> bool:
+    def _norms(self, fragment: FragmentState, number: int, own: torch.Tensor) -> torch.Tensor:
+        """Norms of the whole parameters of this island's contribution, as the others will decode it.
+
+        Float64 [segments]; all ranks of the island must call it.
+        """
+        decoded = torch.zeros(fragment.layout.total)
+        for c in self.chunks[number]:
+            wire.decode(self.fmt, own[c.first_byte : c.last_byte], decoded[c.start : c.end])
+        return self._total(wire.segment_sumsq(decoded, fragment.layout.table)).sqrt()
+
+    def _total(self, sumsq: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of the island, in their order; all ranks must call it."""
+        rows = self._group.gather(sumsq.view(torch.int64).tolist())
+        total = torch.zeros_like(sumsq)
+        for row in rows:
+            total += torch.tensor(row, dtype=torch.int64).view(torch.float64)
+        return total
+
+    def _commit(self, why: str, merge: Merge) -> bool:
         """All ranks of the island well; equal ranks hold the same sum; all ranks again; the vote."""
         if why:
             log.warning("exchange failed: %s", why)
-        well = self._group.all_agree(well)
+        well = self._group.all_agree(not why)
+        if well:
+            merge.finish(self._total)
+        try:
+            self._faults.here("commit", self.state.outer_step)
+            if well and merge.radial and not native.gradient_ok(merge.merged, merge.layout.table):
+                raise ExchangeError("the merged pseudo-gradient overflows fp32")
+        except Exception as e:  # a rank in trouble votes against
+            log.warning("commit failed: %s", _said(e))
+            well = False
         if self._seat.usable:
             try:
-                rows = self._seat.gather([int(well), to_int64(native.digest(self._merged))])
+                rows = self._seat.gather([int(well), to_int64(native.digest(merge.merged))])
                 well = well and all(row == [1, rows[0][1]] for row in rows)
             except ExchangeError as e:
                 log.warning("commit failed: %s", e)
@@ -337,10 +418,34 @@ class OuterHalf:
         well = self._group.all_agree(well)
         return self._seat.vote(well)
 
-    def _step(self, decision: Decision) -> None:
-        state = self.state
-        scale = rate_scale(self._config, self.schedule, decision)
-        state.optimizer.step(state.anchor, self._merged, scale, checked=True)
+
+def step_fragment(
+    config: Config,
+    schedule: Any,
+    state: OuterState,
+    fragment: FragmentState,
+    decision: Decision,
+    merged: torch.Tensor,
+) -> None:
+    """The outer step of a round that was committed, and its counters.
+
+    Args:
+        merged: fp32, at least as long as the fragment; known to be finite.
+    """
+    scale = rate_scale(config, schedule, decision)
+    fragment.optimizer.step(fragment.anchor, merged[: fragment.layout.total], scale, checked=True)
+    offers = {island: decision.offer(island) for island in decision.contributors}
+    with state.counting:
+        fragment.version += 1
+        fragment.turn = max(fragment.turn, decision.turn)
+        fragment.tokens += sum(o.tokens for o in offers.values())
+        fragment.steps += sum(o.steps for o in offers.values())
+        fragment.taken.update({island: o.cursor for island, o in offers.items()})
         state.outer_step = decision.outer_step + 1
-        state.tokens += sum(decision.report(i).tokens for i in decision.contributors)
-        state.inner_step = decision.inner_step
+        state.inner_step = max(state.inner_step, decision.inner_step)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, MegatronWSDError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

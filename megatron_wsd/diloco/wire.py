@@ -1,14 +1,42 @@
-"""Payload between equal ranks: flat fp32 buffers in messages of bounded size."""
+"""Payload between equal ranks: messages of bounded size."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.optim.wire import WireFormat
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a fragment that travels as one message.
+
+    Attributes:
+        start, end: elements of the flat buffer.
+        first_byte, last_byte: of the payload; the latter is one past the end.
+    """
+
+    start: int
+    end: int
+    first_byte: int
+    last_byte: int
+
+
+def cut(fmt: WireFormat, numel: int, bucket_bytes: int) -> list[Chunk]:
+    """Cut a flat buffer into chunks whose encoded form is at most ``bucket_bytes`` each."""
+    found, at, step = [], 0, fmt.chunk_elements(bucket_bytes)
+    for start in range(0, numel, step):
+        end = min(numel, start + step)
+        size = fmt.encoded_bytes(end - start)
+        found.append(Chunk(start, end, at, at + size))
+        at += size
+    return found
 
 
 def buckets(numel: int, bucket_bytes: int, element_size: int = 4) -> Iterator[tuple[int, int]]:

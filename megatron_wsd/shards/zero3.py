@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,6 +40,18 @@ class Shard:
         for extent in self.shape:
             count *= extent
         return count
+
+
+class Shards(Protocol):
+    """What the outer loop needs of whatever shards a model: here `Zero3Shards`."""
+
+    shards: list[Shard]
+
+    def read(self, out: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
+        """Copy this rank's fp32 parameters into ``out``."""
+
+    def write(self, values: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
+        """Make the island hold ``values``; all ranks must call it."""
 
 
 class Zero3Shards:
@@ -78,25 +90,37 @@ class Zero3Shards:
         return torch.as_tensor(master.detach()).view(-1)
 
     @torch.no_grad()
-    def read(self, out: Sequence[torch.Tensor]) -> None:
-        """Copy the fp32 masters into ``out``: per shard, in order, a 1-D fp32 tensor [shard.numel]."""
-        for shard, param, target in zip(self.shards, self._params, out, strict=True):
-            target.copy_(self._master(param)[: shard.numel])
+    def read(self, out: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
+        """Copy fp32 masters into ``out``.
+
+        Args:
+            out: per shard, in order, a 1-D tensor [shard.numel].
+            members: which of `shards`; all by default.
+        """
+        for i, target in zip(self._which(members), out, strict=True):
+            target.copy_(self._master(self._params[i])[: self.shards[i].numel])
+
+    def _working(self, i: int) -> Any:
+        return self._params[i]
+
+    def _which(self, members: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.shards)) if members is None else members
 
     @torch.no_grad()
-    def write(self, values: Sequence[torch.Tensor]) -> None:
+    def write(self, values: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
         """Make the island hold ``values``, in masters, working shards and gathered copies.
 
         Must be called by all ranks of the island, between two inner steps.
 
         Args:
             values: per shard, in order, a 1-D fp32 tensor [shard.numel]; any device.
+            members: which of `shards`; all by default.
         """
-        for shard, param, value in zip(self.shards, self._params, values, strict=True):
-            master = self._master(param)[: shard.numel]
+        for i, value in zip(self._which(members), values, strict=True):
+            numel, working = self.shards[i].numel, self._working(i)
+            master = self._master(self._params[i])[:numel]
             master.copy_(value)
-            working: Any = param
-            working.ds_tensor.data.view(-1)[: shard.numel].copy_(master)
+            working.ds_tensor.data.view(-1)[:numel].copy_(master)
         # Gathered copies predate the write. ZeRO-3 keeps small parameters gathered at all times, and others
         # after a forward pass that had no backward, such as a validation: drop them all, and gather anew
         # those that must be. (The small ones first and by hand: the coordinator does not count them.)

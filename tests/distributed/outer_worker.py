@@ -19,7 +19,8 @@ from megatron_wsd.config import Config, parse_config
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.membership import Membership
-from megatron_wsd.diloco.round import OuterHalf, OuterState, RoundResult
+from megatron_wsd.diloco.round import OuterHalf, RoundResult
+from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.errors import MegatronWSDError
 from megatron_wsd.optim import native
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key
@@ -46,17 +47,20 @@ class Island:
 
     def contribution(self, round_: int) -> Contribution:
         """The pseudo-gradient of a round as the loop would capture it."""
-        flat = torch.zeros(self.state.layout.total)
-        for view, part in zip(
-            self.state.layout.views(flat), pseudo_gradient(self.number, round_), strict=True
-        ):
+        layout = self.state.fragments[0].layout
+        flat = torch.zeros(layout.total)
+        for view, part in zip(layout.views(flat), pseudo_gradient(self.number, round_), strict=True):
             view.copy_(part)
-        return Contribution(flat, native.all_finite(flat), self.state.outer_step, 10, 100)
+        made = Contribution(
+            0, flat, native.all_finite(flat), self.state.outer_step, 10, 100, 10 * round_ + 10
+        )
+        made.payload = flat.view(torch.uint8)
+        return made
 
     def meet(self, everyone: int) -> RoundResult:
         """Empty-handed rounds until all are there."""
         while True:
-            result = self.half.run_round(None, 0)
+            result = self.half.run_round({}, 0)
             if not result.void and (result.committed or len(result.decision.islands) == everyone):  # type: ignore[union-attr]
                 self.half.settled = True
                 return result
@@ -65,13 +69,14 @@ class Island:
         """One round, tried again while void."""
         while True:
             step = 10 * (round_ + 1) if inner_step is None else inner_step
-            result = self.half.run_round(self.contribution(round_), step)
+            result = self.half.run_round({0: self.contribution(round_)}, step)
             if not result.void:
                 return result
 
     def anchor(self) -> list[list[float]]:
         """The anchor, parameter by parameter."""
-        return [v.tolist() for v in self.state.layout.views(self.state.anchor)]
+        only = self.state.fragments[0]
+        return [v.tolist() for v in only.layout.views(only.anchor)]
 
 
 def build(number: int, islands: int, lighthouse: str, raw: dict[str, Any], weight_seed: int = 0) -> Island:
@@ -91,7 +96,8 @@ def build(number: int, islands: int, lighthouse: str, raw: dict[str, Any], weigh
     for view in layout.views(anchor):
         view.copy_(torch.randn(view.numel(), generator=g))
     hyper = OuterHyper(lr=config.outer.lr, betas=config.outer.betas, eps=config.outer.eps)
-    state = OuterState(layout, anchor, make_outer(config.outer.optimizer, layout, hyper, dtype))
+    optimizer = make_outer(config.outer.optimizer, layout, hyper, dtype)
+    state = OuterState([FragmentState(layout, anchor, optimizer)])
     seat = Membership(address, group, config)
     half = OuterHalf(config, number, group, seat, state)
     island = Island(number, config, half, seat, state)

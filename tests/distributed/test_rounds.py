@@ -35,7 +35,11 @@ CONFIG: dict[str, Any] = {
 
 
 def summary(island: Island) -> dict[str, Any]:
-    return {"anchor": island.anchor(), "outer_step": island.state.outer_step, "t": island.state.optimizer.t}
+    return {
+        "anchor": island.anchor(),
+        "outer_step": island.state.outer_step,
+        "t": island.state.fragments[0].optimizer.t,
+    }
 
 
 def three_rounds(island: Island) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def nan_from_island_1(island: Island) -> dict[str, Any]:
     if island.number == 1:
         contribution.pseudo_gradient[5] = float("nan")
         contribution.finite = False
-    result = island.half.run_round(contribution, 10)
+    result = island.half.run_round({0: contribution}, 10)
     return {**summary(island), "dropped": result.decision.dropped, "committed": result.committed}  # type: ignore[union-attr]
 
 
@@ -58,7 +62,7 @@ def nan_from_all(island: Island) -> dict[str, Any]:
     island.meet(2)
     contribution = island.contribution(0)
     contribution.finite = False
-    result = island.half.run_round(contribution, 10)
+    result = island.half.run_round({0: contribution}, 10)
     return {**summary(island), "committed": result.committed, "void": result.void}
 
 
@@ -66,7 +70,7 @@ def digest_goes_wrong_once(island: Island) -> dict[str, Any]:
     island.meet(2)
     island.round(0)
     if island.number == 1:
-        island.state.anchor[3] += 1.0  # a flipped bit in memory
+        island.state.fragments[0].anchor[3] += 1.0  # a flipped bit in memory
         island.half.refresh_digest()
     result = island.round(1)
     result2 = island.round(2)
@@ -82,10 +86,10 @@ def digest_goes_wrong_twice(island: Island) -> dict[str, Any]:
     island.meet(2)
     for r in range(3):
         if island.number == 1 and r:
-            island.state.anchor[3] += 1.0
+            island.state.fragments[0].anchor[3] += 1.0
             island.half.refresh_digest()
         if r == 2:
-            island.half.run_round(island.contribution(r), 30)  # void on island 0, an error on island 1
+            island.half.run_round({0: island.contribution(r)}, 30)  # void on island 0, an error on island 1
         else:
             island.round(r)
     return summary(island)

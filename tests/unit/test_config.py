@@ -97,6 +97,47 @@ def test_7b_arithmetic_is_what_its_page_says() -> None:
         ("megatron_wsd/data/mixes/code", {}, ["mixes.code", "at least one"]),
         ("megatron_wsd/islands", {"min_islands": 3}, ["min_islands", "islands.count = 2"]),
         ("megatron_wsd/islands", {"join_timeout_s": 1.0}, ["join_timeout_s", "heartbeat_timeout_s = 5"]),
+        ("megatron_wsd/islands", {"hang_timeout_s": 605.0}, ["hang_timeout_s", "more than", "= 605"]),
+        ("megatron_wsd/sync/timeout_s", 600.0, ["sync.timeout_s", "less than islands.join_timeout_s = 600"]),
+        ("megatron_wsd/sync/wire", "int3", ["sync.wire", "'int4'", "Did you mean 'int8'?"]),
+        ("megatron_wsd/sync/mode", "asynch", ["sync.mode", "Did you mean 'async'?"]),
+        ("megatron_wsd/outer/optimizer", "nestorov", ["Did you mean 'nesterov'?"]),
+        ("megatron_wsd/sync", {"mode": "async", "quorum": 3}, ["sync.quorum", "islands.count = 2", "3"]),
+        ("megatron_wsd/sync", {"quorum": 2}, ["sync.quorum", '"async"', "islands.min_islands"]),
+        (
+            "megatron_wsd/sync",
+            {"mode": "async", "inner_steps": 9, "overlap_steps": 9},
+            ["sync.overlap_steps", "less than inner_steps = 9"],
+        ),
+        ("megatron_wsd/sync", {"overlap_steps": 2}, ["sync.overlap_steps", '"async"', "training waits"]),
+        ("megatron_wsd/sync/fragments", 5, ["sync.fragments", "at most model.num_layers = 4", "got 5"]),
+        (
+            "megatron_wsd/sync",
+            {"mode": "async", "controlled_delay": 2},
+            ["sync.controlled_delay", "measured, not made"],
+        ),
+        ("megatron_wsd/sync/controlled_delay", [1, 2, 3], ["sync.controlled_delay", "each of 2 islands"]),
+        ("megatron_wsd/sync/controlled_delay", [1, -2], ["sync.controlled_delay", "at least 0"]),
+        ("megatron_wsd/sync/controlled_delay", -1, ["sync.controlled_delay", "at least 0", "-1"]),
+        (
+            "megatron_wsd/sync/controlled_delay",
+            "3",
+            ["controlled_delay: expected a valid integer", "'3'"],
+        ),
+        ("megatron_wsd/sync/controlled_delay", [1, "a"], ["sync.controlled_delay.1: ", "'a'"]),
+        (
+            "megatron_wsd/sync/controlled_delay",
+            {"kind": "uniform", "low": 3, "high": 2},
+            ["sync.controlled_delay.high", "at least low = 3"],
+        ),
+        (
+            "megatron_wsd/sync/controlled_delay",
+            {"kind": "geometric", "mean": 2.0, "high": 2},
+            ["sync.controlled_delay", "mean alone"],
+        ),
+        ("megatron_wsd/sync/controlled_delay", {"kind": "unifrm"}, ["delay.kind: ", "'uniform'?"]),
+        ("megatron_wsd/sync/controlled_delay", {"kind": "uniform", "hihg": 3}, ["delay.hihg: ", "'high'"]),
+        ("megatron_wsd/outer", {"optimizer": "delayed_nesterov", "momentum": 0.0}, ["outer.momentum"]),
         ("optimizer/type", "OneBitAdam", ["optimizer.type", "OneBitAdam"]),
         ("zero_optimization/stage", 2, ["zero_optimization.stage", "3", "2"]),
         ("zero_optimization/zero_hpz_partition_size", 8, ["zero_hpz_partition_size", "8", "hpZ"]),
@@ -131,11 +172,45 @@ def test_min_islands_defaults_to_a_majority_from_three_on() -> None:
         parse_config(changed("megatron_wsd/islands", {"min_islands": 2}), islands=4, ranks=2)
 
 
+def test_a_hang_is_longer_than_any_wait_by_default() -> None:
+    raw = changed("megatron_wsd/islands", {"join_timeout_s": 70.0, "heartbeat_timeout_s": 5.0})
+    config = parse_config(raw, islands=2, ranks=2)
+    assert config.islands.hang_timeout_s == 150.0
+    assert parse_config(config.resolved()).islands.hang_timeout_s == 150.0
+
+
+@pytest.mark.parametrize(
+    ("delay", "optimizer", "warned"),
+    [
+        (31, "cgad", False),
+        (32, "cgad", True),
+        (40, "adam_decay", False),
+        ([0, 50], "cgad", False),
+        ([40, 50], "cgad", True),
+        ({"kind": "uniform", "low": 33, "high": 40}, "cgad", True),
+        ({"kind": "uniform", "low": 3, "high": 40}, "cgad", False),
+        ({"kind": "geometric", "mean": 90.0}, "cgad", False),
+    ],
+)
+def test_a_delay_that_gates_everything_to_nothing_is_told(
+    delay: Any, optimizer: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = changed("megatron_wsd/sync/controlled_delay", delay)
+    raw["megatron_wsd"].setdefault("outer", {})["optimizer"] = optimizer
+    parse_config(raw, islands=2, ranks=2)
+    told = [r for r in caplog.records if "the gate is 0" in r.getMessage()]
+    assert len(told) == warned
+
+
 def test_digest_sees_what_changes_the_numbers_and_nothing_else() -> None:
     whole = parse_config(tiny(), islands=2, ranks=2).digest()
     for path, value in (
         ("megatron_wsd/outer/lr", 1e-4),
         ("megatron_wsd/sync/inner_steps", 7),
+        ("megatron_wsd/sync/mode", "async"),
+        ("megatron_wsd/sync/fragments", 2),
+        ("megatron_wsd/sync/controlled_delay", 1),
+        ("megatron_wsd/outer/all_gated", "skip"),
         ("optimizer/params", {"lr": 1e-3}),
         ("megatron_wsd/model/num_layers", 3),
     ):
@@ -143,7 +218,10 @@ def test_digest_sees_what_changes_the_numbers_and_nothing_else() -> None:
     for path, value in (
         ("megatron_wsd/log/interval_steps", 1),
         ("megatron_wsd/checkpoint/keep", 9),
-        ("megatron_wsd/islands", {"join_timeout_s": 77.0}),
+        ("megatron_wsd/islands", {"join_timeout_s": 77.0, "hang_timeout_s": 99.0}),
+        ("megatron_wsd/sync/timeout_s", 7.0),
+        ("megatron_wsd/sync/grace_s", 7.0),
+        ("megatron_wsd/sync/poll_s", 7.0),
         ("megatron_wsd/data/cache_dir", "elsewhere"),
         ("megatron_wsd/data/corpora", {"broad": "/mnt/broad", "high_quality": "/mnt/high"}),
         ("tensorboard/enabled", False),

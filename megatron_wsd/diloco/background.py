@@ -1,0 +1,177 @@
+"""The outer half of an asynchronous island: a thread that meets the other islands while training goes on.
+
+Only this thread touches the seat among the islands and its group of the island's ranks. What it shares with
+the training thread is in this class, under one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from megatron_wsd.control import Order
+from megatron_wsd.diloco.capture import Contribution
+from megatron_wsd.diloco.island import IslandGroup
+from megatron_wsd.diloco.local import Local
+from megatron_wsd.diloco.orders import Orders, apply_orders
+from megatron_wsd.diloco.round import OuterHalf, RoundResult
+from megatron_wsd.diloco.state import OuterState
+from megatron_wsd.errors import GaveUp
+
+log = logging.getLogger(__name__)
+
+_QUIET_VOIDS_S = 5.0  # longest pause between two attempts
+_PATIENCE_S = 5.0  # with a thread that should end
+
+
+class OuterThread(threading.Thread):
+    """Polls the other islands, runs rounds, and publishes what they committed.
+
+    Args:
+        half: the outer half, settled; nobody else may use it from now on.
+        group: a group of the ranks of this island for this thread alone.
+        local: where the contributions come from, and anchors are published.
+        state: the outer state.
+        orders: of the operator.
+        shadow: the island's scheduler, or its double that no optimizer follows; see `orders.shadow_of`.
+        position: tells the position in the schedule, as the training thread last knew it.
+        island: number of this island.
+        poll_s: pause between two polls with nothing to do.
+        max_voids: void rounds in a row after which the run gives up.
+    """
+
+    def __init__(
+        self,
+        half: OuterHalf,
+        group: IslandGroup,
+        local: Local,
+        state: OuterState,
+        orders: Orders,
+        shadow: Any,
+        position: Callable[[], int],
+        island: int,
+        poll_s: float,
+        max_voids: int,
+    ) -> None:
+        super().__init__(name="outer-half", daemon=True)
+        self._half, self._group, self._local, self._state = half, group, local, state
+        self._orders, self._shadow, self._position = orders, shadow, position
+        self._island, self._poll_s, self._max_voids = island, poll_s, max_voids
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._pending: dict[int, Contribution] = {}
+        self._results: deque[RoundResult] = deque()
+        self._stopping = False
+        self._done = False
+        self._obeyed = len(state.orders)
+        self.all_done = False
+        self.error: BaseException | None = None
+
+    # ---- called by the training thread ----
+
+    def offer(self, contribution: Contribution) -> None:
+        """Hand a contribution over; training goes on."""
+        with self._lock:
+            self._pending[contribution.fragment] = contribution
+        self._wake.set()
+
+    def results(self) -> list[RoundResult]:
+        """The rounds since the last call that had anything to tell, oldest first."""
+        with self._lock:
+            found = list(self._results)
+            self._results.clear()
+        return found
+
+    def set_done(self) -> None:
+        """The run of this island is over; wait for the others by looking at `all_done`."""
+        self._done = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread once all ranks have asked; one that waits for other islands is left behind."""
+        self._stopping = True
+        self._wake.set()
+        self.join(_PATIENCE_S)
+
+    # ---- the thread ----
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:  # the training thread raises it
+            log.error("the outer half ends: %s: %s", type(e).__name__, e)
+            self.error = e
+
+    def _work(self) -> None:
+        voids = 0
+        while True:
+            if self._group.all_agree(self._stopping):
+                return
+            with self._lock:
+                pending = dict(self._pending)
+            order = self._orders.proposed(self._group)
+            result = self._half.run_round(pending, self._position(), None, order, done=self._done)
+            self._settle(pending, result, order)
+            voids = voids + 1 if result.void else 0
+            if voids >= self._max_voids:
+                raise GaveUp(
+                    "megatron_wsd.sync.max_voids",
+                    f"a round that commits within {self._max_voids} attempts",
+                    result.reason,
+                    "Look at the network between the islands; go on with --resume.",
+                )
+            self._pause(result, voids)
+
+    def _pause(self, result: RoundResult, voids: int) -> None:
+        """All ranks of an island pause alike, and islands meet in the quorum however long each pauses."""
+        if result.void:
+            self._wake.wait(min(0.1 * 2**voids, _QUIET_VOIDS_S))
+        elif not result.committed:
+            # With a contribution in hand the pause is what another island may still need to send its own.
+            self._wake.wait(self._poll_s)
+        self._wake.clear()
+
+    def _settle(self, pending: dict[int, Contribution], result: RoundResult, order: Order | None) -> None:
+        """Publish what became of this island's contributions, and let the outer rate follow new orders."""
+        decision = result.decision
+        settled: dict[int, tuple[bool, bool]] = {}  # fragment -> committed, reset
+        if decision is not None and result.fragment is not None and not result.void:
+            if self._island in decision.dropped:
+                settled[result.fragment] = (False, True)
+            elif self._island in decision.contributors and (result.committed or result.skipped):
+                settled[result.fragment] = (result.committed, False)
+        if result.healed and self._state.outer_step >= 0:
+            # It may have missed the commit of what it still holds.
+            for i, contribution in pending.items():
+                if self._state.fragments[i].taken.get(self._island, -1) >= contribution.cursor:
+                    settled[i] = (True, False)
+        new = self._state.orders[self._obeyed :]
+        if new:
+            apply_orders(self._shadow, new, self._state.inner_step)
+            self._half.schedule = getattr(self._shadow, "schedule", None)
+            self._obeyed = len(self._state.orders)
+        for i, (committed, reset) in settled.items():
+            self._local.publish(i, committed=committed, reset=reset)
+        with self._lock:
+            for i in settled:
+                self._pending.pop(i, None)
+            if (
+                result.void
+                or result.committed
+                or result.healed
+                or result.skipped
+                or settled
+                or self._news(result)
+            ):
+                self._results.append(result)
+        self.all_done = decision is not None and decision.all_done and not result.void
+
+    def _news(self, result: RoundResult) -> bool:
+        """Whether other islands take part than in the round before."""
+        here = result.decision.islands if result.decision else None
+        news = here is not None and here != getattr(self, "_here", here)
+        self._here = here or getattr(self, "_here", None)
+        return news

@@ -1,0 +1,211 @@
+"""The asynchronous outer loop: an island trains on while its contributions travel.
+
+A sync point captures a fragment and hands it to the outer half; a later boundary between two inner steps, at
+which all ranks of the island have the settled version, adopts it. Nobody's training waits for another island.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wsd.diloco.background import OuterThread
+from megatron_wsd.diloco.island import IslandGroup
+from megatron_wsd.diloco.orders import shadow_of
+from megatron_wsd.diloco.outer_loop import OuterLoop, make_group
+from megatron_wsd.diloco.round import RoundResult
+
+log = logging.getLogger(__name__)
+
+_NOTHING = -1
+
+
+class Decoupled(OuterLoop):
+    """Rounds beside training, on a thread of their own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The other group is for votes at boundaries; the thread must not wait in one group with training.
+        numel = sum(s.numel for s in self._shards.shards)
+        self._outer_group = make_group(self._config, self._address.islands, numel)
+        self._thread: OuterThread | None = None
+        self._position = self.inner_step
+        self._live = self._address.islands
+        self._missed = 0
+        # Steps are counted by fragment and island.
+        self._whole = self._address.islands * len(self._state.fragments)
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def round_due(self) -> bool:
+        return False
+
+    def _round_group(self) -> IslandGroup:
+        return self._outer_group
+
+    # ---- meeting ----
+
+    def _met(self, result: RoundResult) -> None:
+        if result.committed or result.healed:
+            self._take_all()
+            self._journal.note(result, self._position)
+
+    def _started(self) -> None:
+        half = self._joined()
+        if self.outer_step > 0:
+            self._take_all()
+        scheduler = getattr(self._engine, "lr_scheduler", None)
+        shadow = shadow_of(scheduler)
+        sync = self._config.sync
+        self._thread = OuterThread(
+            half,
+            self._outer_group,
+            self._local,
+            self._state,
+            self._orders,
+            shadow,
+            lambda: self._position,
+            self.island,
+            sync.poll_s,
+            sync.max_voids,
+        )
+        self._thread.start()
+
+    def _take_all(self) -> None:
+        """Train on from the newest anchors; what was in flight, and not committed, is trained again."""
+        for i in range(len(self._state.fragments)):
+            self._local.adopt(i)
+        self._obey()
+        cursor = self._state.cursor(self.island)
+        self._position = max(self._position, self._total_steps() // self._whole)
+        self._move_to(cursor, self._position)
+
+    def _loaded(self, extra: dict[str, Any]) -> None:
+        self._position = extra["position"]
+
+    # ---- a boundary between two inner steps ----
+
+    def _advance(self) -> RoundResult | None:
+        for i in self.sync_points.due(self.inner_step):
+            self._capture(i)
+        return self._boundary()
+
+    def _capture(self, i: int) -> None:
+        """At most one contribution of a fragment is in flight; a turn that comes meanwhile is missed."""
+        f = self._local.fragments[i]
+        if f.flight is not None:
+            self._missed += 1
+            return
+        if f.steps == 0:
+            return
+        assert self._thread is not None
+        f.flight = self._local.capture(i, self.inner_step)
+        self._thread.offer(self._local.encode(f.flight))
+
+    def _boundary(self) -> RoundResult | None:
+        """Adopt what all ranks have, and take over from rank 0 what they may know at different times."""
+        thread = self._thread
+        assert thread is not None
+        published = [_NOTHING if f.published is None else f.published for f in self._local.fragments]
+        results = thread.results()
+        for result in results:
+            if result.decision is not None:
+                self._live = len(result.decision.reports)
+        total, orders = self._total_steps(), len(self._state.orders)
+        row = [int(thread.error is not None), total, self._live, orders, *published]
+        rows = self._group.gather(row)
+        if any(r[0] for r in rows):
+            thread.join(1.0)
+            raise thread.error or RuntimeError("the outer half of another rank of this island has ended")
+        self._live = rows[0][2]
+        adopted = []
+        for i, f in enumerate(self._local.fragments):
+            ripe = self.inner_step - f.captured_at >= self._config.sync.overlap_steps
+            if f.flight is not None and ripe and all(r[4 + i] != _NOTHING for r in rows):
+                adopted.append(i)
+                self._adopt(i)
+        self._position = max(self._position, rows[0][1] // self._whole)
+        if adopted:
+            self._orders.carry_out(self._position, min(r[3] for r in rows))
+        self._place_schedule(self._position)
+        for result in results:
+            self._note(result)
+        return self.last_round if adopted else None
+
+    def _total_steps(self) -> int:
+        """Committed inner steps of all islands, and own ones since times the live islands; by fragment."""
+        with self._state.counting:
+            committed = sum(f.steps for f in self._state.fragments)
+            return committed + self._local.uncommitted(self.island)[0] * self._live
+
+    def _adopt(self, i: int) -> None:
+        f = self._local.fragments[i]
+        waited, lag = self.inner_step - f.captured_at, self._state.fragments[i].version - (f.published or 0)
+        discarded = f.steps if f.reset or self._config.sync.adopt == "mix" else 0
+        version = self._local.merge_in(i)
+        self._journal.note_adopted(self.inner_step, i, version, lag, waited, discarded)
+
+    def _note(self, result: RoundResult) -> None:
+        self.last_round = result
+        if result.void:
+            self._journal.note_void(result, self._position, self.outer_step)
+        else:
+            self._journal.note(result, self._position)
+
+    # ---- the end ----
+
+    def finish(self) -> RoundResult | None:
+        """Offer what is left, wait until all live islands have done so, and hold the last anchor."""
+        thread = self._thread
+        if thread is None:
+            return None
+        while True:
+            self._boundary()
+            left = False
+            for i, f in enumerate(self._local.fragments):
+                if f.flight is None and f.steps:
+                    self._capture(i)
+                left = left or f.flight is not None
+            if not left:
+                thread.set_done()
+            over = not left and thread.all_done
+            if self._group.all_agree(over) or not self._group.all_agree(not self.stop_requested()):
+                break
+            time.sleep(self._config.sync.poll_s / 2)
+        with self._one_state():
+            for i in range(len(self._state.fragments)):
+                self._local.adopt(i)
+        return self.last_round
+
+    @contextmanager
+    def _one_state(self) -> Iterator[None]:
+        """While it is open no outer state changes, and all ranks of the island hold the same version."""
+        while True:
+            with self._state.still:
+                mine = [self._state.outer_step, len(self._state.orders)]
+                if all(row == mine for row in self._group.gather(mine)):
+                    yield
+                    return
+            time.sleep(0.01)  # another rank's step is a moment behind or ahead
+
+    def _anchors(self) -> list[torch.Tensor]:
+        with self._one_state():
+            return [f.anchor.float().clone() for f in self._state.fragments]
+
+    def _write(self, folder: Path) -> None:
+        with self._one_state():
+            super()._write(folder)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+        super().close()

@@ -1,0 +1,84 @@
+"""Controlled delay: contributions held back for a number of outer rounds that is known. Pure.
+
+The experiment of the papers on stale pseudo-gradients. The same code holds contributions back in the real
+loop and in the simulator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from megatron_wsd.config.block import DelayConfig
+from megatron_wsd.errors import FieldError
+
+T = TypeVar("T")
+
+
+def delays(controlled: int | list[int] | DelayConfig, island: int) -> Callable[[int], int]:
+    """The delay, in outer rounds, of an island's n-th contribution (n from 0).
+
+    A distribution draws by a hash of (seed, island, n): a resumed run, and the simulator, draw the same.
+
+        uniform:    low to high, both included, each as likely
+        geometric:  P(k) = (1 - q) q^k for k = 0, 1, ..., with q = mean / (1 + mean), so that E k = mean
+
+    Args:
+        controlled: ``sync.controlled_delay``: for all islands, for each, or a distribution.
+        island: number of the island.
+    """
+    if isinstance(controlled, list):
+        own = controlled[island]
+        return lambda n: own
+    if isinstance(controlled, int):
+        return lambda n: controlled
+    if controlled.kind == "uniform":
+        count = controlled.high - controlled.low + 1
+        return lambda n: controlled.low + (_bits(controlled.seed, island, n) * count >> 64)
+    root = math.log(controlled.mean / (1.0 + controlled.mean))
+    # The middle of one of 2^53 equal parts of [0, 1]: its logarithm is never infinite.
+    return lambda n: int(math.log(((_bits(controlled.seed, island, n) >> 11) + 0.5) * 2.0**-53) / root)
+
+
+def _bits(seed: int, island: int, n: int) -> int:
+    """64 uniform bits, a pure function of the three."""
+    packed = struct.pack("<QQQ", seed, island, n)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+class DelayLine(Generic[T]):
+    """Holds items back, each for a number of rounds of its own."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, T]] = []
+
+    def push(self, item: T, delay: int, now: int) -> None:
+        """Hold ``item`` until round ``now + delay``; a delay of 0 lets ``pop(now)`` return it.
+
+        Raises:
+            FieldError: the delay is negative.
+        """
+        if delay < 0:
+            raise FieldError("delay", "a number of rounds, at least 0", delay)
+        self._waiting.append((now + delay, item))
+
+    def pop(self, now: int) -> list[T]:
+        """Take out the items whose round has come, the one that was pushed first first."""
+        due = [item for when, item in self._waiting if when <= now]
+        self._waiting = [(when, item) for when, item in self._waiting if when > now]
+        return due
+
+    def drop(self) -> None:
+        """Forget all items."""
+        self._waiting.clear()
+
+    @property
+    def items(self) -> list[T]:
+        """The items that are held, in the order in which they were pushed."""
+        return [item for _, item in self._waiting]
+
+    def __len__(self) -> int:
+        return len(self._waiting)

@@ -1,0 +1,160 @@
+"""The synchronous outer loop: at a sync point all islands stand still until the round is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_wsd.diloco.agree import Decision
+from megatron_wsd.diloco.capture import Contribution
+from megatron_wsd.diloco.delay import DelayLine, delays
+from megatron_wsd.diloco.outer_loop import OuterLoop
+from megatron_wsd.diloco.round import RoundResult
+from megatron_wsd.errors import GaveUp
+
+log = logging.getLogger(__name__)
+
+
+class Lockstep(OuterLoop):
+    """Rounds on the training thread, back to back with training; every age is 0 without controlled delay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        count = len(self._state.fragments)
+        self._held = _Held(count, self) if self._config.sync.controlled_delay else None
+
+    @property
+    def position(self) -> int:
+        return self.inner_step
+
+    def round_due(self) -> bool:
+        return bool(self.sync_points.due(self.inner_step + 1))
+
+    def _met(self, result: RoundResult) -> None:
+        if result.committed or result.healed:
+            self._adopt(result)
+            self._journal.note(result, self.inner_step)
+
+    def _started(self) -> None:
+        for i in self.sync_points.due(self.inner_step):
+            if self._local.fragments[i].steps:
+                self._round(i)  # it was stopped while it waited for this one
+
+    def _advance(self) -> RoundResult | None:
+        result = None
+        for i in self.sync_points.due(self.inner_step):
+            result = self._round(i)
+            if result.void:
+                break  # the run is being stopped
+        return result
+
+    def finish(self) -> RoundResult | None:
+        result = None
+        for i, f in enumerate(self._local.fragments):
+            if f.steps:
+                result = self._round(i)
+                if result.void:
+                    break
+        return result
+
+    def _contribution(self, i: int) -> Contribution | None:
+        """What is offered at a sync point of a fragment: its progress, or what was held back and is due."""
+        f = self._local.fragments[i]
+        if self._held is not None:
+            return self._held.next(i)
+        return self._local.encode(self._local.capture(i, self.inner_step)) if f.steps else None
+
+    def _round(self, i: int) -> RoundResult:
+        half = self._joined()
+        contribution = self._contribution(i)
+        voids = 0
+        while True:
+            pending = {} if contribution is None else {i: contribution}
+            result = half.run_round(pending, self.inner_step, self._withdraw, self._orders.proposed())
+            self.last_round = result
+            if not result.void:
+                break
+            voids += 1
+            self._journal.note_void(result, self.inner_step, self.outer_step)
+            if result.healed:
+                contribution = None  # it was trained from a version that this island no longer holds
+            if not self._group.all_agree(not self.stop_requested()):
+                return result  # the progress stays local, and is offered after a resume
+            log.warning("round void (%d in a row): %s", voids, result.reason)
+            if voids >= self._config.sync.max_voids:
+                raise GaveUp(
+                    "megatron_wsd.sync.max_voids",
+                    f"a round that commits within {self._config.sync.max_voids} attempts",
+                    result.reason,
+                    "Look at the network between the islands; go on with --resume.",
+                )
+            time.sleep(min(0.1 * 2**voids, 5.0))
+        if result.committed and contribution is not None and not result.healed:
+            self._local.committed(contribution)
+        self._adopt(result, i)
+        self._journal.note(result, self.inner_step)
+        return result
+
+    def _withdraw(self, decision: Decision) -> bool:
+        """Whether to leave a round because the run is being stopped and the others have left already.
+
+        To commit it alone would set this island apart from what all would have done together.
+        """
+        before = self.last_round.decision if self.last_round else None
+        fewer = before is not None and len(decision.reports) < len(before.reports)
+        return fewer and not self._group.all_agree(not self.stop_requested())
+
+    def _adopt(self, result: RoundResult, own: int | None = None) -> None:
+        """Make the island hold the anchor, and stand where the others stand.
+
+        Args:
+            own: the fragment at whose sync point it stands.
+        """
+        which = {i for i in (own, result.fragment) if i is not None}
+        if result.healed:
+            which = set(range(len(self._state.fragments)))
+        for i in sorted(which):
+            self._local.adopt(i)
+        self._obey()
+        ahead = result.decision.inner_step if result.decision else self.inner_step
+        if ahead != self.inner_step:
+            self._move_to(ahead, ahead)
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        yield  # after a round the island holds it
+
+    def _anchors(self) -> list[torch.Tensor]:
+        return [f.anchor.float() for f in self._state.fragments]
+
+    def _loaded(self, extra: dict[str, Any]) -> None:
+        for f, (version, steps, tokens) in zip(self._local.fragments, extra["since"], strict=True):
+            f.version, f.steps, f.tokens = version, steps, tokens
+
+
+class _Held:
+    """Controlled delay: contributions held back for a number of rounds; lost when a run is stopped."""
+
+    def __init__(self, fragments: int, loop: Lockstep) -> None:
+        self._loop = loop
+        self._lines: list[DelayLine[Contribution]] = [DelayLine() for _ in range(fragments)]
+        self._ready: list[list[Contribution]] = [[] for _ in range(fragments)]
+        self._delay = delays(loop.config.sync.controlled_delay, loop.island)
+        self._turns = [0] * fragments
+        self._captured = [0] * fragments
+
+    def next(self, i: int) -> Contribution | None:
+        """Capture, hold back, and give what is due at this turn: the oldest, one a turn."""
+        local, now = self._loop._local, self._turns[i]
+        self._turns[i] += 1
+        if local.fragments[i].steps:
+            fresh = local.capture(i, self._loop.inner_step, keep=True)
+            self._lines[i].push(fresh, self._delay(self._captured[i]), now)
+            self._captured[i] += 1
+        self._ready[i] += self._lines[i].pop(now)
+        return local.encode(self._ready[i].pop(0)) if self._ready[i] else None

@@ -1,0 +1,413 @@
+"""The outer loop beside a DeepSpeed engine: what is common to its synchronous and its asynchronous form."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wsd.checkpoint.outer import load_outer, save_outer
+from megatron_wsd.config import Config
+from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.diloco.agree import MAX_FRAGMENTS
+from megatron_wsd.diloco.faults import Faults
+from megatron_wsd.diloco.fragments import SyncPoints, plan_digest, plan_fragments
+from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.diloco.journal import Journal
+from megatron_wsd.diloco.local import Local
+from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.orders import Orders
+from megatron_wsd.diloco.round import OuterHalf, RoundResult
+from megatron_wsd.diloco.state import FragmentState, OuterState
+from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, ScheduleError, StopRequested
+from megatron_wsd.metrics import Metrics, say
+from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
+from megatron_wsd.optim.outer import OuterHyper, make_outer
+from megatron_wsd.schedule.deepspeed import WSD
+from megatron_wsd.shards.zero3 import Shard, Shards, Zero3Shards
+
+log = logging.getLogger(__name__)
+
+
+def make_group(config: Config, islands: int, numel: int) -> IslandGroup:
+    """A group over the ranks of this island that waits long enough for one of them in an exchange."""
+    messages = islands * -(-4 * numel // config.sync.bucket_bytes) + 4
+    patience = config.islands.join_timeout_s + config.islands.heartbeat_timeout_s
+    return IslandGroup(patience + messages * config.sync.timeout_s + 60)
+
+
+class OuterLoop(ABC):
+    """The outer loop of one rank; see `attach`.
+
+    Attributes:
+        inner_step: inner steps that this island has trained, which is how far its data have come. In
+            synchronous mode those of the run: it moves ahead at once when the island was left behind.
+        last_round: the newest `RoundResult`; None before the first.
+        stop_requested: asked while the loop waits for other islands; once it says True on one rank, the
+            loop stops waiting. Set it to let a signal end the run.
+        metrics: ``metrics.jsonl`` of this island in the run folder; silent on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: Config,
+        address: IslandAddress,
+        data_digest: int = 0,
+        shards: Shards | None = None,
+    ) -> None:
+        self._data_digest = data_digest
+        self._engine, self._config, self._address = engine, config, address
+        self._shards = shards or Zero3Shards(engine)
+        parts = self._shards.shards
+        plan = plan_fragments(parts, config.sync.fragments, config.sync.fragment_order)
+        if len(plan) > MAX_FRAGMENTS:
+            raise ConfigError("megatron_wsd.sync.fragments", f"at most {MAX_FRAGMENTS - 1}", len(plan) - 1)
+        self._plan_digest = plan_digest(plan, parts)
+        self.sync_points = SyncPoints(config.sync.inner_steps, len(plan))
+        self._group = make_group(config, address.islands, sum(s.numel for s in parts))
+        self._faults = Faults.from_environ(address.island, self._group.rank)
+        self._state = OuterState([self._fragment([parts[i] for i in f.members], f.members) for f in plan])
+        self._local = Local(self._shards, plan, self._state, config, self._faults)
+        if config.outer.anchor_dtype == "bf16" and int(engine.global_steps) == 0:
+            # Such an anchor is not quite what the model was initialised to; training begins from the anchor.
+            for i in range(len(plan)):
+                self._local.adopt(i)
+        where = address.run_dir if self._group.rank == 0 else None
+        self.metrics = Metrics(
+            where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
+        )
+        self._journal = Journal(self.metrics, address.islands, len(plan))
+        scheduler: Any = getattr(engine, "lr_scheduler", None)
+        if isinstance(scheduler, WSD) and scheduler.schedule.unit != "steps":
+            raise ConfigError(
+                "scheduler.params",
+                "lengths in steps, which rounds count in",
+                f"a schedule in {scheduler.schedule.unit}",
+                "Divide by the batch of all islands.",
+            )
+        control = None if address.run_dir is None else ControlFolder(address.run_dir)
+        self._orders = Orders(control, self._group, self._state, self._journal, scheduler)
+        self._half: OuterHalf | None = None
+        self._seat: Membership | None = None
+        self._engine_step = int(engine.global_steps)
+        self.inner_step = int(engine.global_steps)
+        self.last_round: RoundResult | None = None
+        self.stop_requested: Callable[[], bool] = lambda: False
+
+    def _fragment(self, shards: list[Shard], members: tuple[int, ...]) -> FragmentState:
+        """Anchor, as the island holds it now, and outer optimizer of one fragment."""
+        outer = self._config.outer
+        layout = FlatLayout(
+            [
+                Segment(
+                    name=s.name,
+                    key=parameter_key(s.name),
+                    numel=s.numel,
+                    element0=s.start,
+                    quantised=outer.state_bits == 8 and wants_8bit(s.name, s.global_numel, s.shape),
+                )
+                for s in shards
+            ]
+        )
+        dtype = torch.bfloat16 if outer.anchor_dtype == "bf16" else torch.float32
+        anchor = torch.zeros(layout.total, dtype=dtype)
+        self._shards.read(layout.views(anchor), members)
+        hyper = OuterHyper.from_config(outer, self._config.data.seed)
+        return FragmentState(layout, anchor, make_outer(outer.optimizer, layout, hyper, dtype))
+
+    # ---- what a script may ask ----
+
+    @property
+    def config(self) -> Config:
+        """The validated config."""
+        return self._config
+
+    @property
+    def island(self) -> int:
+        """Number of this island."""
+        return self._address.island
+
+    @property
+    def group(self) -> IslandGroup:
+        """The ranks of this island, for the thread that trains."""
+        return self._group
+
+    @property
+    def faults(self) -> Faults:
+        """Those that are to be injected; mostly none."""
+        return self._faults
+
+    @property
+    def outer_step(self) -> int:
+        """Committed outer rounds."""
+        return self._state.outer_step
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Position of the schedule, in inner steps of the run; equal on all ranks of the island.
+
+        In synchronous mode `inner_step`; else what all islands have committed plus what this one has trained
+        since, times the live islands, over the number of islands; it never runs backwards.
+        """
+
+    @property
+    def tokens(self) -> int:
+        """Tokens over all islands: those committed, and this island's since then times the live islands."""
+        live = self.last_round.decision if self.last_round else None
+        own = self._local.uncommitted(self.island)[1] // len(self._state.fragments)
+        return self._state.tokens + own * (len(live.reports) if live else 1)
+
+    @property
+    def orders(self) -> list[dict[str, Any]]:
+        """Orders of the operator that all islands have committed, oldest first; see `control.Order`."""
+        return self._state.orders
+
+    @property
+    def state(self) -> OuterState:
+        """Anchors and outer optimizers of this rank's shard."""
+        return self._state
+
+    # ---- meeting ----
+
+    def _joined(self) -> OuterHalf:
+        if self._half is None:
+            group = self._round_group()
+            self._seat = Membership(self._address, group, self._config)
+            if self._address.run_dir is not None:
+                consent = self._address.run_dir / "control" / "go-on"
+                self._seat.may_go_on = consent.exists
+            self._half = OuterHalf(
+                self._config,
+                self._address.island,
+                group,
+                self._seat,
+                self._state,
+                self._data_digest,
+                self._plan_digest,
+                self._faults,
+            )
+            self._obey()
+        return self._half
+
+    def _round_group(self) -> IslandGroup:
+        """The ranks of this island, for whoever runs rounds."""
+        return self._group
+
+    def meet(self) -> RoundResult:
+        """Wait for the other islands, compare configs and weights, take over their state if behind.
+
+        Called once after a start; `step` does it if the caller did not. A fresh run waits for all
+        islands; a resumed one goes on without the missing after ``start_timeout_s`` if enough are there.
+
+        Raises:
+            IslandError: islands are missing, or differ in config, corpora, fragments or initial weights.
+            StopRequested: `stop_requested` said so.
+        """
+        half = self._joined()
+        count, islands = self._address.islands, self._config.islands
+        started, told = time.monotonic(), 0.0
+        while True:
+            result = half.run_round({}, self.position)
+            self._met(result)
+            here = result.decision.islands if result.decision else (self._address.island,)
+            under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
+            if not result.void and (len(here) == count or result.committed or under_way):
+                break
+            if not self._group.all_agree(not self.stop_requested()):
+                raise StopRequested("stopped while waiting for the other islands")
+            if result.void and result.seconds > islands.join_timeout_s:
+                started = time.monotonic()  # others are alive and have not come to their round yet
+            waited = time.monotonic() - started
+            late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
+            missing = sorted(set(range(count)) - set(here))
+            if late and not result.void and self.outer_step > 0 and len(here) >= (islands.min_islands or 1):
+                log.warning("going on with islands %s of %d", list(here), count)
+                break
+            if late:
+                raise IslandError(
+                    "megatron_wsd.islands.start_timeout_s",
+                    f"all {count} islands within {islands.start_timeout_s:g} s",
+                    f"none of islands {missing}" + (f" ({result.reason})" if result.void else ""),
+                    "Look at their logs, start them, or raise the timeout.",
+                )
+            if waited - told > 10 and self._group.rank == 0:
+                told = waited
+                say(f"waiting for islands {missing}")
+            time.sleep(0.5)
+        half.settled = True
+        self.last_round = result
+        self._started()
+        return result
+
+    @abstractmethod
+    def _met(self, result: RoundResult) -> None:
+        """One round of the meeting is over: take over what it brought."""
+
+    @abstractmethod
+    def _started(self) -> None:
+        """The meeting is over."""
+
+    # ---- training ----
+
+    def step(self, tokens: int | None = None) -> RoundResult | None:
+        """To be called after every `engine.step()`, by all ranks of the island.
+
+        Counts the inner step if the engine has just applied one. Synchronous: at a sync point it runs a
+        round, and on return the island holds the new anchor. Asynchronous: it takes what is to be sent, and
+        adopts what has come meanwhile.
+
+        Args:
+            tokens: of the island's inner step; by default its samples are counted.
+
+        Returns:
+            The newest round that the island has adopted something of just now, or None.
+
+        Raises:
+            IslandError: too many void rounds in a row, or islands that cannot work together.
+        """
+        if self._half is None or not self._half.settled:
+            self.meet()
+        if int(self._engine.global_steps) == self._engine_step:
+            return None
+        self._follow_skipped_update()
+        self._engine_step = int(self._engine.global_steps)
+        self.inner_step += 1
+        self._local.count(int(self._engine.train_batch_size()) if tokens is None else tokens)
+        assert self._seat is not None
+        return self._advance()
+
+    @abstractmethod
+    def _advance(self) -> RoundResult | None:
+        """One more inner step has been counted."""
+
+    @abstractmethod
+    def finish(self) -> RoundResult | None:
+        """A last round for what was trained since the newest one; None if that is nothing."""
+
+    @abstractmethod
+    def round_due(self) -> bool:
+        """Whether the next `step` after one more inner step would run a round; False in asynchronous mode."""
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        """While it is open the island holds the anchor, for a validation; all ranks must use it."""
+        anchors = self._anchors()
+        held = self._local.hold()
+        self._local.restore(anchors)
+        try:
+            yield
+        finally:
+            self._local.restore(held)
+
+    @abstractmethod
+    def _anchors(self) -> list[torch.Tensor]:
+        """All anchors at one moment, equal in version on all ranks of the island."""
+
+    def _follow_skipped_update(self) -> None:
+        """DeepSpeed does not step the scheduler with an update that it skips for a gradient of NaN or Inf.
+
+        Islands count steps, not updates: else one of them would run at another rate for good.
+        """
+        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
+        position = getattr(scheduler, "num_updates", None)
+        if position is not None and position < self.position + 1 and hasattr(scheduler, "set_position"):
+            scheduler.set_position(self.position + 1)
+
+    # ---- orders ----
+
+    def carry_out(self, order: Order) -> None:
+        """Carry out an order that all islands know already, as that of a branch at its beginning.
+
+        Raises:
+            ScheduleError: the schedule refuses it.
+        """
+        entry = {**order.model_dump(mode="json"), "number": order.number, "step": self.position}
+        self._state.orders.append(entry)
+        self._obey()
+        if "refused" in entry:
+            raise ScheduleError("branch", "a decay that fits the schedule", str(entry["refused"]))
+
+    def _obey(self) -> None:
+        """Carry out new orders, and let the outer rate follow the schedule that results."""
+        schedule = self._orders.carry_out(self.position)
+        if schedule is not None and self._half is not None:
+            self._half.schedule = schedule
+
+    # ---- moving, saving, leaving ----
+
+    def _move_to(self, inner_step: int, position: int) -> None:
+        """Stand where the outer state stands: step counters of the engine, schedule, data."""
+        self.inner_step = self._engine_step = inner_step
+        self._engine.global_steps = inner_step
+        self._engine.global_samples = inner_step * self._engine.train_batch_size()
+        self._engine.micro_steps = inner_step * self._engine.gradient_accumulation_steps()
+        self._place_schedule(position)
+
+    def _place_schedule(self, position: int) -> None:
+        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
+        if hasattr(scheduler, "set_position"):
+            scheduler.set_position(position)
+        elif scheduler is not None and position != self._engine_step:
+            log.warning("%s cannot be moved to step %d: its rate is behind", type(scheduler), position)
+
+    def digest(self) -> int:
+        """Of the outer state over all ranks of the island; all ranks must call it."""
+        return self._joined().refresh_digest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the outer state beside the engine's checkpoint; all ranks of the island must call it.
+
+        One safetensors file a rank and a json manifest, complete or not there at all.
+        """
+        self._faults.here("checkpoint", self._state.outer_step)
+        self._write(Path(folder))
+
+    def _write(self, folder: Path) -> None:
+        extra = {
+            "inner_step": self.inner_step,
+            "position": self.position,
+            "since": [[f.version, f.steps, f.tokens] for f in self._local.fragments],
+        }
+        errors = {f"{i}.error": f.error for i, f in enumerate(self._local.fragments) if f.error is not None}
+        save_outer(folder, self._state, self._config, self._group, extra, errors)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote; to be called after the engine's checkpoint was loaded, before `meet`.
+
+        Raises:
+            CheckpointError: it is torn, or belongs to another model, config or number of ranks.
+        """
+        errors = {f"{i}.error": f.error for i, f in enumerate(self._local.fragments) if f.error is not None}
+        extra = load_outer(Path(folder), self._state, self._config, self._group, errors)
+        self.inner_step = extra["inner_step"]
+        self._engine_step = int(self._engine.global_steps)
+        if self._engine_step != self.inner_step:
+            raise CheckpointError(
+                str(folder),
+                f"the outer state of step {self._engine_step}, to which the engine was loaded",
+                f"that of step {self.inner_step}",
+                "Load both from the same checkpoint, the engine's first.",
+            )
+        self._loaded(extra)
+        self._orders.loaded()
+        if self._half is not None:
+            self._half.refresh_digest()
+
+    @abstractmethod
+    def _loaded(self, extra: dict[str, Any]) -> None:
+        """Go on from what `_write` has written beside the outer state."""
+
+    def close(self) -> None:
+        """Leave the other islands, and close the metrics."""
+        self.metrics.close()
+        if self._seat is not None:
+            self._seat.shutdown()
+            self._seat = None
