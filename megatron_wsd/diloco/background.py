@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.orders import Orders, apply_orders
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.state import OuterState
+from megatron_wsd.diloco.watch import HangWatch
 from megatron_wsd.errors import GaveUp
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,12 @@ class OuterThread(threading.Thread):
         island: number of this island.
         poll_s: pause between two polls with nothing to do.
         max_voids: void rounds in a row after which the run gives up.
+        watch: of this process.
+
+    Attributes:
+        trained_at: when the training thread last came by, on the monotonic clock.
+        all_done: whether in the newest round no island had anything more to offer.
+        error: what ended the thread; None while it is well.
     """
 
     def __init__(
@@ -55,11 +63,13 @@ class OuterThread(threading.Thread):
         island: int,
         poll_s: float,
         max_voids: int,
+        watch: HangWatch,
     ) -> None:
         super().__init__(name="outer-half", daemon=True)
         self._half, self._group, self._local, self._state = half, group, local, state
         self._orders, self._shadow, self._position = orders, shadow, position
         self._island, self._poll_s, self._max_voids = island, poll_s, max_voids
+        self._watch = watch
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._pending: dict[int, Contribution] = {}
@@ -68,6 +78,7 @@ class OuterThread(threading.Thread):
         self._done = False
         self._obeyed = len(state.orders)
         self.all_done = False
+        self.trained_at = time.monotonic()
         self.error: BaseException | None = None
 
     # ---- called by the training thread ----
@@ -110,6 +121,9 @@ class OuterThread(threading.Thread):
         while True:
             if self._group.all_agree(self._stopping):
                 return
+            if time.monotonic() - self.trained_at > self._watch.timeout_s:
+                # A hung island that goes on to poll would look alive to the others for ever.
+                self._watch.end("training has stood still for islands.hang_timeout_s: this rank ends itself")
             with self._lock:
                 pending = dict(self._pending)
             order = self._orders.proposed(self._group)

@@ -65,6 +65,7 @@ class Decoupled(OuterLoop):
         scheduler = getattr(self._engine, "lr_scheduler", None)
         shadow = shadow_of(scheduler)
         sync = self._config.sync
+        assert self._seat is not None
         self._thread = OuterThread(
             half,
             self._outer_group,
@@ -76,6 +77,7 @@ class Decoupled(OuterLoop):
             self.island,
             sync.poll_s,
             sync.max_voids,
+            self._seat.watch,
         )
         self._thread.start()
 
@@ -114,6 +116,7 @@ class Decoupled(OuterLoop):
         """Adopt what all ranks have, and take over from rank 0 what they may know at different times."""
         thread = self._thread
         assert thread is not None
+        thread.trained_at = time.monotonic()
         published = [_NOTHING if f.published is None else f.published for f in self._local.fragments]
         results = thread.results()
         for result in results:

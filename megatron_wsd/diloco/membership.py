@@ -91,6 +91,7 @@ class Membership:
 
     Attributes:
         bytes_moved: payload that this rank sent or received.
+        watch: ends this process if the outer half stands still.
         may_go_on: asked, on rank 0, whether the operator lets fewer islands go on after the lighthouse was
             restarted.
 
@@ -109,7 +110,7 @@ class Membership:
         self._step = 0
         self.bytes_moved = 0
         islands = config.islands
-        self._watch = HangWatch(
+        self.watch = HangWatch(
             islands.hang_timeout_s or 2 * (islands.join_timeout_s + islands.heartbeat_timeout_s)
         )
         self._met: tuple[int, ...] = ()
@@ -203,7 +204,7 @@ class Membership:
 
     def beat(self) -> None:
         """The outer half makes progress."""
-        self._watch.beat()
+        self.watch.beat()
 
     def abort(self) -> None:
         """Let peers that wait for this rank fail at once instead of at a timeout."""
@@ -285,7 +286,7 @@ class Membership:
 
     def shutdown(self) -> None:
         """Leave. The other islands notice after ``heartbeat_timeout_s``."""
-        self._watch.stop()
+        self.watch.stop()
         with contextlib.suppress(Exception):
             self._pg.abort()
         self._manager.shutdown(wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import time
 
@@ -18,15 +19,22 @@ class HangWatch:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._beaten = 0.0
 
     def beat(self) -> None:
         """The outer half makes progress."""
         now = time.monotonic()
-        if now - self._beaten > min(1.0, self._timeout_s / 10):  # starting the clock anew costs a thread
+        if now - self._beaten > min(1.0, self.timeout_s / 10):  # starting the clock anew costs a thread
             self._beaten = now
-            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.stderr)
+            faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=sys.stderr)
+
+    def end(self, why: str) -> None:
+        """End the process now, with the stacks of all threads."""
+        sys.stderr.write(f"megatron-wsd: {why}\n")
+        faulthandler.dump_traceback(file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
 
     def stop(self) -> None:
         """Nothing more to watch."""
