@@ -2,7 +2,8 @@
 
 `megatron-wsd decay-now` writes ``RUN/control/order.json``. An island that sees it proposes it to the others
 in the next outer round; the round that commits makes it binding for all, at one step. No port is opened and
-no signal is sent. Nothing here imports torch.
+no signal is sent. A file that is no order of this run never gets that far: it becomes ``order.refused.json``,
+with the reason, and the run goes on untouched. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron_wsd.config import load_config
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.files import write_json_atomic
+from megatron_wsd.rundir import RunDir
 from megatron_wsd.schedule.plan import OVERRIDABLE
 
 
@@ -34,10 +38,11 @@ class Order(BaseModel):
         data_mix: of the decay, a name in data.mixes; None: ``decay`` if there is one, else no change.
         at: inner step at which it begins; None: as soon as all islands have agreed.
         then: stop after it, or go back to the stable phase.
+        run: id of the run that it was dropped for; None: whichever it is.
         nonce: makes two equal orders different ones.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Literal["decay", "cancel", "override"] = "decay"
     fields: dict[str, Any] = Field(default_factory=dict)
@@ -47,12 +52,13 @@ class Order(BaseModel):
     data_mix: str | None = None
     at: int | None = Field(None, ge=0)
     then: Literal["stop", "stable"] = "stop"
+    run: str | None = None
     nonce: str = ""
 
     @property
     def number(self) -> int:
         """A positive int63 that tells this order from others."""
-        text = self.model_dump_json().encode()
+        text = self.model_dump_json(exclude={"run"}).encode()
         return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1) | 1
 
 
@@ -89,29 +95,86 @@ class ControlFolder:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self._run = RunDir(run_dir)
         self._pending = run_dir / "control" / "order.json"
+        self._refused = run_dir / "control" / "order.refused.json"
         self._accepted = run_dir / "control" / "accepted.json"
 
     def pending(self) -> Order | None:
         """The order that waits for a round; None if there is none.
 
+        A file that is no json is left alone, since somebody may be writing it still. One that is whole but no
+        order of this run, or one that was committed before, becomes ``order.refused.json``.
+
         Raises:
-            ConfigError: the file is no order.
+            ConfigError: there is such a file, and why it is none.
         """
         try:
-            text = self._pending.read_text()
+            content = self._pending.read_bytes()
         except OSError:
             return None
         try:
-            return Order.model_validate_json(text)
+            order = Order.model_validate_json(content)
         except ValidationError as e:
             first = e.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            remedy = "Remove the file, or write it with megatron-wsd decay-now."
-            raise ConfigError(f"{self._pending}: {where}", first["msg"], first.get("input"), remedy) from None
+            where = ".".join([str(self._pending), *(str(part) for part in first["loc"])])
+            if first["type"] == "json_invalid":
+                remedy = "If nobody is writing it, remove it with megatron-wsd decay-now --cancel."
+                raise ConfigError(where, "a whole json object", first["msg"], remedy) from None
+            got = first.get("input")
+            error = ConfigError(where, "an order", f"{first['msg']} ({got!r:.200})")
+            self._refuse(content, error)
+            return None
+        wrong = self._foreign(order)
+        if wrong is not None:
+            self._refuse(content, wrong)
+            return None
+        return order
+
+    def _foreign(self, order: Order) -> ConfigError | None:
+        """Why an order cannot be one of this run; None if it can."""
+        own = self._run.id
+        if order.run not in (None, own):
+            return ConfigError(
+                f"{self._pending}: run",
+                f"{own}, the id of this run in run.json",
+                order.run,
+                "It was dropped for another run: ask that one.",
+            )
+        if order.data_mix is not None and self._run.config_json.is_file():
+            mixes = sorted(load_config(self._run.config_json).data.mixes)
+            if order.data_mix not in mixes:
+                return ConfigError(
+                    f"{self._pending}: data_mix", f"one of {mixes}, as in data.mixes", order.data_mix
+                )
+        for entry in self.accepted():
+            if entry["number"] == order.number:
+                remedy = "To repeat it, ask anew with megatron-wsd."
+                return ConfigError(
+                    str(self._pending), "a new order", f"that of step {entry['step']} again", remedy
+                )
+        return None
+
+    def _refuse(self, content: bytes, error: ConfigError) -> None:
+        """Put the file aside with the reason.
+
+        Raises:
+            ConfigError: ``error``; not if another island of this folder has dealt with the file meanwhile.
+        """
+        taken = self._pending.with_name(f".{self._pending.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            self._pending.rename(taken)
+            text = content.decode(errors="replace")
+            write_json_atomic(self._refused, {"reason": str(error), "order": text})
+            taken.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return
+        except OSError as e:  # a full or read-only disk is no reason for a run to end
+            raise error from e
+        raise error
 
     def propose(self, order: Order) -> None:
-        """Drop an order.
+        """Drop an order for this run.
 
         Raises:
             ConfigError: another one waits already; orders are never stacked.
@@ -124,7 +187,9 @@ class ControlFolder:
                 "It is taken in the next outer round; --cancel withdraws it.",
             )
         self._pending.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(self._pending, order.model_dump(mode="json"))
+        write_json_atomic(
+            self._pending, order.model_copy(update={"run": self._run.id}).model_dump(mode="json")
+        )
 
     def withdraw(self) -> bool:
         """Remove the pending order; False if there was none."""
@@ -137,13 +202,14 @@ class ControlFolder:
     def settle(self, orders: list[dict[str, Any]]) -> None:
         """Note what has been committed, and remove the pending order if it is among it."""
         self._accepted.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(self._accepted, orders)
         try:
             pending = self.pending()
         except ConfigError:
-            return
+            pending = None
+        # first removed, then noted: else an island that looks in between would take it for a repeated one
         if pending is not None and any(entry["number"] == pending.number for entry in orders):
             self.withdraw()
+        write_json_atomic(self._accepted, orders)
 
     def accepted(self) -> list[dict[str, Any]]:
         """The orders that were committed, oldest first, each with ``step`` and, if refused, ``refused``."""

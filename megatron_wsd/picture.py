@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wsd.records import Record, of_kind, phases, read_islands
+from megatron_wsd.records import Record, is_void, of_kind, phases, read_islands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,7 +149,7 @@ def _draw_rounds(axes: Axes, islands: dict[int, list[Record]]) -> None:
         row, colour = rows[island], _colour(island)
         full = [r["step"] for r in rounds if r["committed"] and island in r["contributors"]]
         without = [r["step"] for r in rounds if r["committed"] and island not in r["contributors"]]
-        void = [r["step"] for r in rounds if not r["committed"]]
+        void = [r["step"] for r in rounds if is_void(r)]
         healed = [r["step"] for r in islands[island] if r["kind"] == "event" and r["event"] == "heal"]
         for label, at in (
             ("committed", full),

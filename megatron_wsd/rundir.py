@@ -11,7 +11,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -58,20 +59,51 @@ class RunDir:
         facts: dict[str, Any] = json.loads(self.run_json.read_text())
         return facts
 
+    @property
+    def id(self) -> str | None:
+        """What tells this run from every other, also from one of the same config; None if it is no run.
+
+        Islands with folders of their own have ids of their own.
+        """
+        try:
+            facts = self.facts()
+        except (OSError, ValueError):
+            return None
+        found = facts.get("id", facts.get("created"))  # runs begun by an older version have no id
+        return None if found is None else str(found)
+
+    def eras(self) -> list[dict[str, Any]]:
+        """The numbers of islands that the run has had, oldest first; each change begins an era.
+
+        Every one has ``islands`` and ``config_digest``; all but the first also where they began, see
+        `megatron_wsd.resume.Change`. ``islands`` and ``config_digest`` of ``run.json`` are the newest.
+        """
+        facts = self.facts()
+        now = {"islands": facts["islands"], "config_digest": facts["config_digest"]}
+        return list(facts.get("eras", [now]))
+
     def set_lighthouse(self, address: str) -> None:
         """Note where the lighthouse of this run is, so that an island can be restarted by hand."""
         write_json_atomic(self.run_json, {**self.facts(), "lighthouse": address})
 
 
-def open_run(path: str | Path, config: Config, *, resume: bool) -> RunDir:
+def open_run(
+    path: str | Path, config: Config, *, resume: bool, eras: list[dict[str, Any]] | None = None
+) -> RunDir:
     """Begin a run in ``path`` (new or empty), or with ``resume`` go on with the one that is there.
+
+    Args:
+        path: the run folder.
+        config: that the run shall have.
+        resume: go on with a run.
+        eras: those of the run from now on, if the number of its islands changes; see `RunDir.eras`.
 
     Raises:
         ConfigError: the folder holds something else, holds a run and ``resume`` is not set, or holds a
             run of another config. Nothing is written then.
     """
     run = RunDir(Path(path).absolute())
-    known = _check(run, config)
+    known = _check(run, config, resized=eras is not None)
     if is_held(run.path / "launch.lock"):
         raise IslandError(
             "launch", "no other process at it", f"one at {run.path}", "Wait for it to end, or end it."
@@ -91,6 +123,9 @@ def open_run(path: str | Path, config: Config, *, resume: bool) -> RunDir:
             "Add --resume to go on with it, or name another --run-dir.",
         )
     _write(run, config, known)
+    if eras is not None:
+        now = {"islands": eras[-1]["islands"], "config_digest": eras[-1]["config_digest"], "eras": eras}
+        write_json_atomic(run.run_json, {**run.facts(), **now})
     return run
 
 
@@ -128,8 +163,14 @@ def begin_branch(path: Path, config: Config, parent: dict[str, Any]) -> RunDir:
     return run
 
 
-def _check(run: RunDir, config: Config) -> dict[str, Any] | None:
-    """The ``run.json`` of a run that may go on with ``config``; None where no run is yet."""
+def _check(run: RunDir, config: Config, *, resized: bool = False) -> dict[str, Any] | None:
+    """The ``run.json`` of a run that may go on with ``config``; None where no run is yet.
+
+    Args:
+        run: where to look.
+        config: compared with that of the run.
+        resized: the number of islands is another one on purpose.
+    """
     if not run.path.exists():
         return None
     if not run.path.is_dir():
@@ -154,9 +195,12 @@ def _check(run: RunDir, config: Config) -> dict[str, Any] | None:
         ("islands", "--islands", islands, config.islands.count),
         ("ranks", "--ranks", ranks, config.islands.ranks),
     ):
-        if was != now:
-            raise ConfigError(flag, f"{was} {name}, as the run in {run.path} has", now, f"Give {flag} {was}.")
-    if digest != config.digest():
+        if was != now and not (resized and name == "islands"):
+            remedy = f"Give {flag} {was}."
+            if name == "islands":
+                remedy += f" To go on with {now}: megatron-wsd resize {run.path} --islands {now}."
+            raise ConfigError(flag, f"{was} {name}, as the run in {run.path} has", now, remedy)
+    if digest != config.digest() and not (resized and not _differing(run, config, _OF_THE_COUNT)):
         raise ConfigError(
             "--config",
             f"the config of the run in {run.path}",
@@ -169,24 +213,36 @@ def _check(run: RunDir, config: Config) -> dict[str, Any] | None:
 
 def _difference(run: RunDir, config: Config) -> str:
     """The fields that matter and differ, a line each: saved against given."""
-    from megatron_wsd.config import load_config
-
-    saved, given = _flat(load_config(run.config_json).identity()), _flat(config.identity())
-    missing = "(absent)"
     rows = [
-        f"\n  {key}: saved {saved.get(key, missing)}, given {given.get(key, missing)}"
-        for key in sorted(saved.keys() | given.keys())
-        if saved.get(key, missing) != given.get(key, missing)
+        f"\n  {key}: saved {saved}, given {given}" for key, (saved, given) in _differing(run, config).items()
     ]
     return "".join(rows) or " (no field of this version differs)"
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+# What follows from the number of islands.
+_OF_THE_COUNT = ("megatron_wsd.islands.count", "megatron_wsd.islands.min_islands")
+
+
+def _differing(run: RunDir, config: Config, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Field -> (saved, given) of those that matter and differ."""
+    from megatron_wsd.config import load_config
+
+    saved, given = flat(load_config(run.config_json).identity()), flat(config.identity())
+    missing = "(absent)"
+    return {
+        key: (saved.get(key, missing), given.get(key, missing))
+        for key in sorted((saved.keys() | given.keys()) - set(but))
+        if saved.get(key, missing) != given.get(key, missing)
+    }
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their dotted names."""
     if not isinstance(value, dict):
         return {name: value}
     found: dict[str, Any] = {}
     for key, inner in value.items():
-        found |= _flat(inner, f"{name}.{key}" if name else key)
+        found |= flat(inner, f"{name}.{key}" if name else key)
     return found
 
 
@@ -202,6 +258,7 @@ def _write(
     if known is None:
         facts: dict[str, Any] = {
             "version": megatron_wsd.__version__,
+            "id": secrets.token_hex(8),
             "config_digest": config.digest(),
             "islands": config.islands.count,
             "ranks": config.islands.ranks,

@@ -16,9 +16,12 @@ from megatron_wsd.cli.decay_now import decay_now
 from megatron_wsd.cli.doctor import doctor
 from megatron_wsd.cli.island import island
 from megatron_wsd.cli.launch import launch
+from megatron_wsd.cli.plan import plan
 from megatron_wsd.cli.prepare_data import prepare_data
 from megatron_wsd.cli.report import report
-from megatron_wsd.cli.schedule_plot import schedule_plot
+from megatron_wsd.cli.resize import resize
+from megatron_wsd.cli.schedule import schedule
+from megatron_wsd.cli.status import status
 from megatron_wsd.errors import MegatronWSDError
 
 
@@ -37,6 +40,12 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
                 text = f"{e.filename or 'system'}: {e.strerror or e}"
                 if e.errno == errno.ENOSPC:
                     text += ". Free some space, or name another folder."
+            typer.echo(f"megatron-wsd: error: {text}", err=True)
+            raise typer.Exit(2) from None
+        except ModuleNotFoundError as e:
+            if (e.name or "").partition(".")[0] != "matplotlib":
+                raise
+            text = "expected matplotlib for pictures, got none. pip install 'megatron_wsd[report]'."
             typer.echo(f"megatron-wsd: error: {text}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -64,12 +73,15 @@ def _about(
 
 
 for _command in (
+    plan,
     launch,
     island,
+    resize,
+    status,
     decay_now,
     branch,
     lineage,
-    schedule_plot,
+    schedule,
     prepare_data,
     report,
     doctor,

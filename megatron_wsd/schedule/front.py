@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wsd.schedule.lengths import Batch, parse_length
+from megatron_wsd.schedule.lengths import Batch, Unit, parse_length
 from megatron_wsd.schedule.plan import Plan
 from megatron_wsd.schedule.wsd import Phase, Schedule, Then
 
@@ -106,20 +106,24 @@ class Front:
         return self._plan.state_dict(self.position)
 
     def _load(self, state: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> int:
-        unit = self.schedule.unit
-        converted = {
-            key: to_unit(key, value, self._batch, unit) if key in _OVERRIDDEN_LENGTHS else value
-            for key, value in (overrides or {}).items()
-        }
-        self._plan, position = self._plan.load(state, converted)
+        fields = in_own_units(overrides or {}, self._batch, self.schedule.unit)
+        self._plan, position = self._plan.load(state, fields)
         return position
 
 
-def to_unit(field: str, value: int | str, batch: Batch, unit: Any) -> int:
+def to_unit(field: str, value: int | str, batch: Batch, unit: Unit) -> int:
     """A bare number is in ``unit`` already; a string says its own unit and is converted."""
     if not isinstance(value, str):
         return value  # the schedule checks it
     return batch.convert(field, parse_length(value, field), unit)
+
+
+def in_own_units(overrides: Mapping[str, Any], batch: Batch, unit: Unit) -> dict[str, Any]:
+    """Fields of a schedule that are to be overridden, with their lengths in ``unit``."""
+    return {
+        key: to_unit(key, value, batch, unit) if key in _OVERRIDDEN_LENGTHS else value
+        for key, value in overrides.items()
+    }
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

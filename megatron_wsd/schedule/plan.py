@@ -81,7 +81,8 @@ class Plan:
             given: field (see ``OVERRIDABLE``) -> value, in the unit of the schedule.
 
         Raises:
-            ScheduleError: an unknown field, a field of a decay that is not there, or an impossible result.
+            ScheduleError: an unknown field, a field of a decay that is not there, a start in the past, or an
+                impossible result.
         """
         for key in given:
             if key not in OVERRIDABLE:
@@ -89,6 +90,10 @@ class Plan:
         for one, other in (("min_lr", "min_lr_ratio"), ("total_steps", "decay_steps")):
             if one in given and other in given:
                 raise ScheduleError(one, f"either it or {other}", "both")
+        start, decays = given.get("decay_start"), self.schedule.decays
+        if isinstance(start, int) and start < now and start != (decays[-1].start if decays else None):
+            done = f"at least {now}, the {self.schedule.unit} that are completed"
+            raise ScheduleError("decay_start", done, start, "That has passed.")
         peaks = self.peaks
         if "max_lr" in given:
             peaks = tuple(per_group("max_lr", given["max_lr"], len(peaks)))

@@ -143,7 +143,7 @@ class Schedule:
     def _after_warmup(self, n: int, peak: float, lows: list[float]) -> float:
         level = peak
         for decay, low in zip(self.decays, lows, strict=True):
-            if n < decay.start:
+            if n <= decay.start:  # at its start the rate that is held still, to the last bit
                 break
             if n < decay.end or decay.then == "stop":
                 # a group whose peak is 0 has no way to go, and any ratio will do

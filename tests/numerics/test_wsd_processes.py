@@ -56,6 +56,7 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as Upstream
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wsd.schedule.megatron import OptimizerParamScheduler
@@ -80,12 +81,13 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
         num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
     )
 
-    def build(**flags: Any) -> tuple[Any, Any, OptimizerParamScheduler]:
+    def build(cls: Any = OptimizerParamScheduler, **changes: Any) -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
         chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         settings = OptimizerConfig(
-            optimizer="adam", lr=LR, min_lr=MIN_LR, weight_decay=0.1, clip_grad=1.0
+            optimizer="adam", lr=changes.get("max_lr", LR), min_lr=changes.get("min_lr", MIN_LR),
+            weight_decay=0.1, clip_grad=1.0,
         )  # fmt: skip
         # Megatron 0.16 tells loaded groups apart by wd_mult and is_decoupled_lr, not by their rates
         overrides = {
@@ -97,16 +99,16 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
         optimizer = get_megatron_optimizer(
             settings, [chunk], config_overrides=overrides, use_gloo_process_groups=False
         )
-        scheduler = OptimizerParamScheduler(
-            optimizer, init_lr=0.0, max_lr=LR, min_lr=MIN_LR, lr_warmup_steps=WARMUP, lr_decay_steps=100,
-            lr_decay_style="WSD", start_wd=0.1, end_wd=0.3, wd_incr_steps=40, wd_incr_style="linear",
-            wsd_open_horizon=True, **flags,
-        )  # fmt: skip
-        return chunk, optimizer, scheduler
+        given = {
+            "init_lr": 0.0, "max_lr": LR, "min_lr": MIN_LR, "lr_warmup_steps": WARMUP, "lr_decay_steps": 100,
+            "lr_decay_style": "WSD", "start_wd": 0.1, "end_wd": 0.3, "wd_incr_steps": 40,
+            "wd_incr_style": "linear",
+        }  # fmt: skip
+        return chunk, optimizer, cls(optimizer, **given | changes)
 
     def train(chunk: Any, optimizer: Any, scheduler: Any, updates: range) -> None:
         for n in updates:
-            if n == START:
+            if n == START and getattr(scheduler, "wsd_open_horizon", False):
                 scheduler.begin_decay(LENGTH, shape="linear")
             chunk.zero_grad_buffer()
             optimizer.zero_grad()
@@ -119,25 +121,48 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
             assert updated
             scheduler.step(1)
 
-    used: list[Any] = []
-    with CudaIsCpu():
-        parts = build()
-        train(*parts, range(24))
-        saved = [part.state_dict() for part in parts]
-        torch.save(saved, folder / "saved.pt")
-        train(*parts, range(24, 32))
-        whole = [parameter.detach().clone() for parameter in parts[0].module.parameters()]
-        first, used = used, []
-        parts = build(use_checkpoint_opt_param_scheduler=False)
+    def load(parts: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         for part, state in zip(parts, torch.load(folder / "saved.pt", weights_only=False), strict=True):
             part.load_state_dict(state)
-        train(*parts, range(24, 32))
+        return parts
+
+    def rates(parts: tuple[Any, Any, Any], updates: range) -> list[Any]:
+        used.clear()
+        train(*parts, updates)
+        return list(used)
+
+    used: list[Any] = []
+    rest, result = range(24, 32), {}
+    with CudaIsCpu():
+        parts = build(wsd_open_horizon=True)
+        result["used"] = rates(parts, range(24))
+        torch.save([part.state_dict() for part in parts], folder / "saved.pt")
+        result["used"] += rates(parts, rest)
+        whole = [parameter.detach().clone() for parameter in parts[0].module.parameters()]
+        equal = {"wsd_open_horizon": True, "use_checkpoint_opt_param_scheduler": False}
+        parts = load(build(**equal))
+        result["equal"] = rates(parts, rest)
         again = list(parts[0].module.parameters())
-    return {
-        "used": first,
-        "resumed": used,
-        "equal": all(torch.equal(a, b) for a, b in zip(whole, again, strict=True)),
-    }
+        result["same weights"] = all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+        other = {"max_lr": 2 * LR, "min_lr": 3 * MIN_LR, "start_wd": 0.2, "end_wd": 0.4}
+        result["use_checkpoint"] = rates(load(build(wsd_open_horizon=True, **other)), rest)
+        override = equal | {"override_opt_param_scheduler": True}
+        result["override"] = rates(load(build(**override, **other)), rest)
+        for changed in other:
+            parts = build(**equal, **{changed: other[changed]})
+            try:
+                load(parts)
+            except (AssertionError, ValueError):  # upstream's check, or ours for the range of a group
+                assert parts[2].num_steps == 0
+                result[f"refused {changed}"] = True
+
+        planned = {"lr_decay_steps": START + LENGTH, "wsd_decay_steps": LENGTH, "wd_incr_style": "cosine"}
+        for name, cls in (("ours", OptimizerParamScheduler), ("upstream", Upstream)):
+            parts = build(cls, lr_wsd_decay_style="minus_sqrt", **planned)
+            result[name] = rates(parts, range(32))
+            result[f"{name} weights"] = [p.tolist() for p in parts[0].module.parameters()]
+    return result
 
 
 def test_megatrons_own_optimizer(tmp_path: Path) -> None:
@@ -155,8 +180,21 @@ def test_megatrons_own_optimizer(tmp_path: Path) -> None:
             assert weight_decay == pytest.approx(expected, rel=16 * 2.0**-53)
     assert {max_lr for max_lr, _ in seen} == ranges.keys()
     assert {wd_mult for _, wd_mult in seen} == {0.0, 1.0}
-    assert result["resumed"] == result["used"][24:]
-    assert result["equal"]
+
+    saved = result["used"][24:]
+    assert result["equal"] == result["use_checkpoint"] == saved
+    assert result["same weights"]
+    for n, groups in enumerate(result["override"], start=24):
+        for lr, weight_decay, max_lr, wd_mult in groups:
+            low = {2 * LR: 3 * MIN_LR, OWN_LR: OWN_MIN_LR}[max_lr]
+            share = 1 - min(1.0, (n - START) / LENGTH)
+            assert lr == pytest.approx(low + share * (max_lr - low), rel=16 * 2.0**-53)
+            assert weight_decay == pytest.approx(wd_mult * (0.2 + 0.2 * n / 40), rel=16 * 2.0**-53)
+    assert all(result[f"refused {field}"] for field in ("max_lr", "min_lr", "start_wd", "end_wd"))
+
+    # what upstream can do as well: the same bits of rates, weight decays and weights
+    assert result["ours"] == result["upstream"]
+    assert result["ours weights"] == result["upstream weights"]
 
 
 # ---- DeepSpeed ZeRO-3 ----

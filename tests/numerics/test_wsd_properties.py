@@ -1,8 +1,8 @@
 """What every schedule of every shape promises, for random lengths, through all four fronts.
 
-Within [minimum, peak]; no jump larger than the slope of one step; never rising after the warm-up; equal through
-torch, DeepSpeed, Megatron and the command line; a state saved and loaded at any step, once or twice, changes
-nothing. Schedules with decisions and cycles are in test_wsd_fronts.py.
+Within [minimum, peak]; no jump larger than the slope of one step; never rising after the warm-up; equal
+through torch, DeepSpeed, Megatron and the command line; a state saved and loaded at any step, once or twice,
+changes nothing. Schedules with decisions and cycles are in test_wsd_fronts.py.
 """
 
 from __future__ import annotations

@@ -114,6 +114,14 @@ def test_overrides_refused(given: dict[str, Any], field: str, text: str) -> None
     assert caught.value.field == field and text in str(caught.value)
 
 
+def test_a_decay_is_not_moved_into_the_past() -> None:
+    with pytest.raises(ScheduleError, match=r"decay_start: expected at least 95, .* got 92\. That"):
+        make().override(95, {"decay_start": 92})
+    with pytest.raises(ScheduleError, match="That has passed"):
+        plan_from_params({}, PEAKS).override(50, {"decay_start": 49, "decay_steps": 5})
+    assert make().override(95, {"decay_start": 90})[1] == []  # where it is already
+
+
 def test_leaving_polynomial_leaves_its_power() -> None:
     saved = make(decay_shape="polynomial", decay_power=2.0)
     plan, changes = saved.override(0, {"decay_shape": "linear"})

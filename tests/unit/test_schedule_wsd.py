@@ -77,6 +77,13 @@ def test_a_second_decay_begins_where_the_first_ended() -> None:
     assert schedule.end == 124
 
 
+def test_a_decay_that_follows_at_once_keeps_the_rate_it_begins_at_to_the_last_bit() -> None:
+    low, lower = 0.8817407808560492, 1 / 3
+    assert lower + (low - lower) != low  # else this would test nothing
+    first = Schedule(0).with_decay(0, 1, "cosine", low)
+    assert first.begin_decay(1, 1, shape="cosine", min_lr_ratio=lower).factor(1) == first.factor(1) == low
+
+
 def test_geometric_ratio_is_taken_from_the_rate_at_its_start() -> None:
     schedule = RUN.with_decay(100, 2, "geometric", 0.001)  # 0.1 -> 0.01 -> 0.001
     assert schedule.factor(101) == pytest.approx(0.01, rel=1e-14)

@@ -43,7 +43,7 @@ class ControlDir:
         self.folder = Path(folder)
         self.interval = interval
         self._updates = 0
-        self._told: tuple[float, int] | None = None
+        self._told: str | None = None
         if _rank() == 0 and not self.folder.is_dir():
             raise ScheduleError("wsd_control_dir", "a folder", f"{self.folder}, which is none", "Create it.")
 
@@ -71,16 +71,17 @@ class ControlDir:
     def _read(self) -> list[Any] | None:
         """The command alone in a list; None if there is none, or none that is whole yet."""
         file = self.folder / COMMAND_FILE
+        problem: Exception
         try:
-            stat = file.stat()
             return [json.loads(file.read_text())]  # json's null is a command too, a wrong one
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            if self._told != (stat.st_mtime, stat.st_size):
-                self._told = (stat.st_mtime, stat.st_size)
-                logger.warning("%s is not whole, or no json (%s); it is left alone", file, error)
-            return None
+        except (OSError, ValueError, RecursionError) as error:
+            problem = error
+        if self._told != str(problem):  # said once, not at every look
+            self._told = str(problem)
+            logger.warning("%s is not whole, or no json (%s); it is left alone", file, problem)
+        return None
 
     def _check(self, request: Any) -> None:
         if not isinstance(request, Mapping):

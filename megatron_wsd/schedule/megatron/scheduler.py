@@ -179,7 +179,7 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
             return super().get_lr(param_group)
         max_lr, min_lr = self._range_of(param_group)
         schedule = self._schedule_of(param_group)
-        if not schedule.decays or self.num_steps < schedule.decays[0].start:
+        if not schedule.decays or self.num_steps <= schedule.decays[0].start:
             return min_lr + (max_lr - min_lr)  # upstream's expression, for the sake of its last bit
         return schedule.rate(self.num_steps, max_lr)
 
