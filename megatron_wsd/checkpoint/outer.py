@@ -38,10 +38,10 @@ def _segments(state: OuterState) -> list[list[Any]]:
 def _kind(config: Config) -> dict[str, Any]:
     outer = config.outer
     return {
-        "optimizer": outer.optimizer,
-        "state_bits": outer.state_bits,
-        "anchor_dtype": outer.anchor_dtype,
-        "wire": config.sync.wire,
+        "outer.optimizer": outer.optimizer,
+        "outer.state_bits": outer.state_bits,
+        "outer.anchor_dtype": outer.anchor_dtype,
+        "sync.wire": config.sync.wire,
     }
 
 
@@ -145,7 +145,7 @@ def load_outer(
             folder, "ranks", manifest["ranks"], group.size, "Resume with as many ranks as it was saved with."
         )
         for key, value in _kind(config).items():
-            _same(folder, f"outer.{key}", manifest["outer"][key], value, "Resume with the config of the run.")
+            _same(folder, key, manifest["outer"][key], value, "Resume with the config of the run.")
         path = folder / _rank_file(group.rank)
         if not path.exists():
             raise CheckpointError(str(path), "this rank's part of the outer state", "no such file")
@@ -164,6 +164,7 @@ def load_outer(
             )
         for name, target in targets.items():
             _same(path, name, _kind_of(tensors[name]), _kind_of(target), "It is of another config.")
+        for name, target in targets.items():
             target.copy_(tensors[name])
         state.forget_digest()
         state.take_counters(manifest["counters"])

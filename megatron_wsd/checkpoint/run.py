@@ -1,9 +1,11 @@
-"""One checkpoint of one island: engine, outer state, schedule, data position, random states."""
+"""One checkpoint of one island: engine, outer state, schedule, data position, random states.
+
+Which one an island begins from is decided in `megatron_wsd.resume`.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -12,19 +14,17 @@ import torch
 
 from megatron_wsd import __version__
 from megatron_wsd.checkpoint.outer import agreed
-from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore, resume_step
+from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
 from megatron_wsd.config import Config
 from megatron_wsd.errors import CheckpointError
 from megatron_wsd.files import replace_file
-from megatron_wsd.lineage import Parent, pinned_steps
+from megatron_wsd.lineage import pinned_steps
 from megatron_wsd.rundir import RunDir
 
 if TYPE_CHECKING:
-    from megatron_wsd.data.mix import MixSampler
-    from megatron_wsd.diloco.island import IslandAddress
+    from megatron_wsd.data.consumption import Ledger
+    from megatron_wsd.data.sampler import MixSampler
     from megatron_wsd.diloco.loop import OuterLoop
-
-log = logging.getLogger(__name__)
 
 _ENGINE_TAG = "state"
 
@@ -38,39 +38,12 @@ class RunCheckpoints:
     """
 
     def __init__(self, root: Path, config: Config) -> None:
-        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(root.parents[1]))
+        run = RunDir(root.parents[1])
+        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(run.path))
         self._config = config
+        self._era = len(run.eras()) - 1 if run.run_json.exists() else 0
 
-    def choose(self, run_dir: Path, address: IslandAddress) -> Path | None:
-        """The folder to resume from, None if there is no complete checkpoint; for one rank alone.
-
-        A branch that has none of its own begins from its parent's.
-
-        Raises:
-            CheckpointError: the checkpoint is of another config, or the parent's is gone.
-        """
-        step = resume_step(run_dir, address.island, address.islands)
-        expected = self._config.digest()
-        if step is not None:
-            folder = self.store.folder(step)
-        else:
-            facts = RunDir(run_dir)
-            parent = Parent.of(facts) if facts.run_json.exists() else None
-            if parent is None:
-                log.warning("--resume: no complete checkpoint in %s, starting fresh", self.store.root)
-                return None
-            folder, expected = parent.checkpoint(address.island), parent.config
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest.get("config") != expected:
-            raise CheckpointError(
-                str(folder),
-                f"a checkpoint of this config ({expected})",
-                f"one of {manifest.get('config')}",
-                "Resume with the config.json of the run folder.",
-            )
-        return folder
-
-    def save(self, engine: Any, outer: OuterLoop, sampler: MixSampler, step: int) -> None:
+    def save(self, engine: Any, outer: OuterLoop, sampler: MixSampler, ledger: Ledger, step: int) -> None:
         """Write everything aside, then give it its name.
 
         Raises:
@@ -94,6 +67,8 @@ class RunCheckpoints:
                 "tokens": outer.tokens,
                 "schedule": engine.lr_scheduler.state_dict(),
                 "sampler": sampler.state_dict(),
+                "consumed": ledger.state_dict(),
+                "era": self._era,
             }
             agreed(group, staging, lambda: self.store.complete(step, content) if first else None)
         except CheckpointError:
@@ -124,22 +99,24 @@ class RunCheckpoints:
             raise CheckpointError(str(folder / "engine"), "DeepSpeed's files", "none that it can load")
         engine.lr_scheduler.restore(json.loads((folder / MANIFEST).read_text())["schedule"])
 
-    def load_rest(self, outer: OuterLoop, sampler: MixSampler, folder: Path) -> None:
-        """Outer state, data position, random states.
+    def consumed(self, folder: Path) -> dict[str, Any] | None:
+        """What the island had committed, as `Ledger.state_dict` gave it; for each rank alone."""
+        found: dict[str, Any] | None = json.loads((folder / MANIFEST).read_text()).get("consumed")
+        return found
+
+    def load_rest(self, outer: OuterLoop, folder: Path) -> None:
+        """Outer state and random states.
 
         Raises:
             CheckpointError: torn, damaged or of something else.
-            DataError: the corpora are not those of the run.
         """
         outer.load(folder / "outer")
-        manifest = json.loads((folder / MANIFEST).read_text())
-        sampler.load_state_dict(manifest["sampler"])
         agreed(outer.group, folder, lambda: _load_random(folder, outer.group.rank))
 
 
 def _bytes(outer: OuterLoop) -> int:
     """About what a checkpoint takes: fp32 masters and two moments, weights, and the outer state."""
-    shard = outer.state.anchor.numel()
+    shard = sum(f.anchor.numel() for f in outer.state.fragments)
     own = shard * 16 + sum(t.numel() * t.element_size() for t in outer.state.tensors().values())
     return int(1.05 * own * outer.group.size) + (1 << 20)
 

@@ -100,8 +100,8 @@ class CheckpointStore:
             return None
         return dict(content) if whole else None
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+    def steps(self, era: int | None = None) -> list[int]:
+        """Steps of the complete checkpoints, ascending; with ``era`` those of it alone."""
         if not self.root.is_dir():
             return []
         found = []
@@ -109,23 +109,24 @@ class CheckpointStore:
             match = _NAME.fullmatch(entry.name)
             if match is None:
                 continue
-            if self.manifest(int(match[1])) is None:
+            manifest = self.manifest(int(match[1]))
+            if manifest is None:
                 log.warning("ignoring %s: it is torn", entry)
-            else:
+            elif era is None or manifest.get("era", 0) == era:
                 found.append(int(match[1]))
         return sorted(found)
 
 
-def resume_step(run_dir: Path, island: int, islands: int) -> int | None:
-    """The step that an island resumes from; None if it has no complete checkpoint.
+def resume_step(run_dir: Path, island: int, islands: int, era: int = 0) -> int | None:
+    """The step that an island resumes from; None if it has no complete checkpoint of this era.
 
     Its own newest, if the newest of all islands come after the same round: islands that were stopped
     between two rounds may be some steps apart, and each goes on where it stood. Else the newest step that
     all islands have; else its own newest, and whoever is behind is healed. Folders of other islands that
-    are not on this file system do not count.
+    are not on this file system do not count. An era ends when the number of islands changes.
     """
     own = CheckpointStore(run_dir / f"island_{island}" / "checkpoints", 2)
-    steps = own.steps()
+    steps = own.steps(era)
     if not steps:
         return None
     common, rounds = set(steps), {_round_of(own, steps[-1])}
@@ -133,7 +134,7 @@ def resume_step(run_dir: Path, island: int, islands: int) -> int | None:
         root = run_dir / f"island_{other}" / "checkpoints"
         if other != island and root.is_dir():
             store = CheckpointStore(root, 2)
-            theirs = store.steps()
+            theirs = store.steps(era)
             common &= set(theirs)
             rounds.add(_round_of(store, theirs[-1]) if theirs else None)
     if len(rounds) == 1 or not common:

@@ -58,6 +58,7 @@ class Report:
         data: digest of its corpora; 0 where the caller reads its own.
         ranks: how many it has.
         settled: 0 until it has met the others once since it was started.
+        ending: 1 if its training is over: no quorum waits for more than it offers now.
         done: 1 if it has nothing more to offer, since its run is over.
         inner_step: position of the schedule, as this island counts it.
         order: number of an order that it proposes; 0 for none.
@@ -72,6 +73,7 @@ class Report:
     data: int
     ranks: int
     settled: int
+    ending: int = 0
     done: int = 0
     inner_step: int = 0
     order: int = 0
@@ -105,7 +107,7 @@ class Rules:
 
     Attributes:
         lockstep: synchronous: whatever was offered is used, since everybody waits in the quorum.
-        quorum: contributions to one fragment that make a round; fewer if fewer islands are alive.
+        quorum: contributions to one fragment that make a round; fewer if fewer islands are alive and train.
         grace_ms: a round that could begin waits so long for the islands that have not offered.
     """
 
@@ -262,7 +264,9 @@ def _ready(leaders: Sequence[Report], islands: int, rules: Rules) -> int | None:
         if not offers:
             continue
         waited = max(o.waiting_ms for o in offers)
-        enough = sum(o.finite for o in offers) >= min(rules.quorum, len(leaders))
+        # An island that has ended its training may never offer this fragment again.
+        able = sum(not r.ending or bool(r.offers[fragment].contributes) for r in leaders)
+        enough = sum(o.finite for o in offers) >= min(rules.quorum, able)
         # A contribution that is not finite is settled at once: its island waits to be set back.
         everyone = len(offers) == islands or not all(o.finite for o in offers)
         if rules.lockstep or everyone or (enough and waited >= rules.grace_ms):

@@ -75,7 +75,7 @@ class OuterThread(threading.Thread):
         self._pending: dict[int, Contribution] = {}
         self._results: deque[RoundResult] = deque()
         self._stopping = False
-        self._done = False
+        self._ending = self._done = False
         self._obeyed = len(state.orders)
         self.all_done = False
         self.trained_at = time.monotonic()
@@ -95,6 +95,10 @@ class OuterThread(threading.Thread):
             found = list(self._results)
             self._results.clear()
         return found
+
+    def set_ending(self) -> None:
+        """No more inner steps will come; contributions that are left will."""
+        self._ending = True
 
     def set_done(self) -> None:
         """The run of this island is over; wait for the others by looking at `all_done`."""
@@ -127,7 +131,9 @@ class OuterThread(threading.Thread):
             with self._lock:
                 pending = dict(self._pending)
             order = self._orders.proposed(self._group)
-            result = self._half.run_round(pending, self._position(), None, order, done=self._done)
+            result = self._half.run_round(
+                pending, self._position(), None, order, ending=self._ending, done=self._done
+            )
             self._settle(pending, result, order)
             voids = voids + 1 if result.void else 0
             if voids >= self._max_voids:

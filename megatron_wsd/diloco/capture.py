@@ -30,6 +30,7 @@ class Contribution:
         payload: uint8, what travels: `pseudo_gradient` plus the fed back error, encoded by chunks; set by
             `encode` when it is offered.
         offered_at: monotonic time, in seconds.
+        counted: it is part of an anchor, and what its encoding left out has been fed back.
     """
 
     fragment: int
@@ -41,6 +42,7 @@ class Contribution:
     cursor: int
     payload: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     offered_at: float = field(default_factory=time.monotonic)
+    counted: bool = False
 
 
 def encode(

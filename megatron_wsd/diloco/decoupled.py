@@ -112,8 +112,12 @@ class Decoupled(OuterLoop):
         f.flight = self._local.capture(i, self.inner_step)
         self._thread.offer(self._local.encode(f.flight))
 
-    def _boundary(self) -> RoundResult | None:
-        """Adopt what all ranks have, and take over from rank 0 what they may know at different times."""
+    def _boundary(self, last: bool = False) -> RoundResult | None:
+        """Adopt what all ranks have, and take over from rank 0 what they may know at different times.
+
+        Args:
+            last: no steps are left in which to wait for ``sync.overlap_steps``.
+        """
         thread = self._thread
         assert thread is not None
         thread.trained_at = time.monotonic()
@@ -131,7 +135,7 @@ class Decoupled(OuterLoop):
         self._live = rows[0][2]
         adopted = []
         for i, f in enumerate(self._local.fragments):
-            ripe = self.inner_step - f.captured_at >= self._config.sync.overlap_steps
+            ripe = last or self.inner_step - f.captured_at >= self._config.sync.overlap_steps
             if f.flight is not None and ripe and all(r[4 + i] != _NOTHING for r in rows):
                 adopted.append(i)
                 self._adopt(i)
@@ -170,8 +174,9 @@ class Decoupled(OuterLoop):
         thread = self._thread
         if thread is None:
             return None
+        thread.set_ending()
         while True:
-            self._boundary()
+            self._boundary(last=True)
             left = False
             for i, f in enumerate(self._local.fragments):
                 if f.flight is None and f.steps:

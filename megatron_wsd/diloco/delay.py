@@ -10,10 +10,14 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megatron_wsd.config.block import DelayConfig
 from megatron_wsd.errors import FieldError
+
+if TYPE_CHECKING:
+    from megatron_wsd.diloco.capture import Contribution
+    from megatron_wsd.diloco.local import Local
 
 T = TypeVar("T")
 
@@ -82,3 +86,36 @@ class DelayLine(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+class HeldBack:
+    """The contributions of an island under controlled delay; those that are held are lost when a run stops.
+
+    Args:
+        local: captures and encodes them.
+        fragments: how many there are.
+        delay: of the n-th contribution to a fragment, in turns of that fragment; see `delays`.
+    """
+
+    def __init__(self, local: Local, fragments: int, delay: Callable[[int], int]) -> None:
+        self._local, self._delay = local, delay
+        self._lines: list[DelayLine[Contribution]] = [DelayLine() for _ in range(fragments)]
+        self._ready: list[list[Contribution]] = [[] for _ in range(fragments)]
+        self._turns = [0] * fragments
+        self._captured = [0] * fragments
+
+    def next(self, i: int, cursor: int) -> Contribution | None:
+        """Capture, hold back, and give what is due at this turn of fragment ``i``: the oldest, one a turn.
+
+        Args:
+            i: number of the fragment.
+            cursor: inner steps of the island.
+        """
+        now = self._turns[i]
+        self._turns[i] += 1
+        if self._local.fragments[i].steps:
+            fresh = self._local.capture(i, cursor, keep=True)
+            self._lines[i].push(fresh, self._delay(self._captured[i]), now)
+            self._captured[i] += 1
+        self._ready[i] += self._lines[i].pop(now)
+        return self._local.encode(self._ready[i].pop(0)) if self._ready[i] else None

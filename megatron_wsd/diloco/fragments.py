@@ -176,6 +176,11 @@ class SyncPoints:
             return []
         return [f for f, offset in enumerate(self.offsets) if (n - offset) % self.inner_steps == 0]
 
+    def turns(self, f: int, n: int) -> int:
+        """How often fragment ``f`` was due in the inner steps 1 to ``n``."""
+        first = self.offsets[f] or self.inner_steps
+        return max(0, (n - first) // self.inner_steps + 1)
+
     def describe(self) -> str:
         """One line to print: the period, and how far apart the sync points are."""
         every = f"every {self.inner_steps} steps" if self.inner_steps > 1 else "every step"

@@ -143,10 +143,15 @@ class Local:
         return contribution
 
     def committed(self, contribution: Contribution) -> None:
-        """What the encoding left out goes into the next one."""
+        """What the encoding left out goes into the next one; once, however often it is called.
+
+        The outer half calls it while it holds ``state.still``, so that a checkpoint never has the commit
+        without the error or the error without the commit.
+        """
         error = self.fragments[contribution.fragment].error
-        if error is not None:
+        if error is not None and not contribution.counted:
             feed_back(self._fmt, self._chunks[contribution.fragment], contribution, error)
+        contribution.counted = True
 
     def adopt(self, i: int) -> None:
         """Hold the anchor of a fragment; nothing local is kept. All ranks must call it."""

@@ -12,7 +12,7 @@ import torch
 
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.diloco.capture import Contribution
-from megatron_wsd.diloco.delay import DelayLine, delays
+from megatron_wsd.diloco.delay import HeldBack, delays
 from megatron_wsd.diloco.outer_loop import OuterLoop
 from megatron_wsd.diloco.round import RoundResult
 from megatron_wsd.errors import GaveUp
@@ -26,7 +26,8 @@ class Lockstep(OuterLoop):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         count = len(self._state.fragments)
-        self._held = _Held(count, self) if self._config.sync.controlled_delay else None
+        delay = self._config.sync.controlled_delay
+        self._held = HeldBack(self._local, count, delays(delay, self.island)) if delay else None
 
     @property
     def position(self) -> int:
@@ -66,7 +67,7 @@ class Lockstep(OuterLoop):
         """What is offered at a sync point of a fragment: its progress, or what was held back and is due."""
         f = self._local.fragments[i]
         if self._held is not None:
-            return self._held.next(i)
+            return self._held.next(i, self.inner_step)
         return self._local.encode(self._local.capture(i, self.inner_step)) if f.steps else None
 
     def _round(self, i: int) -> RoundResult:
@@ -94,8 +95,6 @@ class Lockstep(OuterLoop):
                     "Look at the network between the islands; go on with --resume.",
                 )
             time.sleep(min(0.1 * 2**voids, 5.0))
-        if result.committed and contribution is not None and not result.healed:
-            self._local.committed(contribution)
         self._adopt(result, i)
         self._journal.note(result, self.inner_step)
         return result
@@ -135,26 +134,3 @@ class Lockstep(OuterLoop):
     def _loaded(self, extra: dict[str, Any]) -> None:
         for f, (version, steps, tokens) in zip(self._local.fragments, extra["since"], strict=True):
             f.version, f.steps, f.tokens = version, steps, tokens
-
-
-class _Held:
-    """Controlled delay: contributions held back for a number of rounds; lost when a run is stopped."""
-
-    def __init__(self, fragments: int, loop: Lockstep) -> None:
-        self._loop = loop
-        self._lines: list[DelayLine[Contribution]] = [DelayLine() for _ in range(fragments)]
-        self._ready: list[list[Contribution]] = [[] for _ in range(fragments)]
-        self._delay = delays(loop.config.sync.controlled_delay, loop.island)
-        self._turns = [0] * fragments
-        self._captured = [0] * fragments
-
-    def next(self, i: int) -> Contribution | None:
-        """Capture, hold back, and give what is due at this turn: the oldest, one a turn."""
-        local, now = self._loop._local, self._turns[i]
-        self._turns[i] += 1
-        if local.fragments[i].steps:
-            fresh = local.capture(i, self._loop.inner_step, keep=True)
-            self._lines[i].push(fresh, self._delay(self._captured[i]), now)
-            self._captured[i] += 1
-        self._ready[i] += self._lines[i].pop(now)
-        return local.encode(self._ready[i].pop(0)) if self._ready[i] else None

@@ -1,4 +1,4 @@
-"""Gate and merge: many contributions of different ages become one pseudo-gradient, and its rate. Pure."""
+"""Gate, merge, step: contributions of different ages become one pseudo-gradient, which moves the anchor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_wsd.config import Config, OuterConfig
 from megatron_wsd.diloco.agree import Decision
+from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.diloco.wire import Chunk
 from megatron_wsd.optim import wire
 from megatron_wsd.optim.gate import staleness_gate
@@ -140,6 +141,66 @@ class Merge:
         wire.scale_segments(self.merged, self.layout.table, factors)
 
 
+def begin_merge(
+    config: Config, decision: Decision, fmt: wire.WireFormat, layout: FlatLayout, room: torch.Tensor
+) -> tuple[list[float], Merge | None]:
+    """The gates of a round, and its empty sum.
+
+    Args:
+        config: of the run.
+        decision: of a round with contributors.
+        fmt: of the payloads.
+        layout: of the fragment.
+        room: fp32, at least layout.total, for the sum; overwritten.
+
+    Returns:
+        Gates of the contributors; the sum, or None: all gates are 0, and with ``outer.all_gated`` ``skip``
+        such a round does not take place.
+    """
+    gates, coefficients = decision_coefficients(config, decision)
+    if not any(gates) and config.outer.all_gated == "skip":
+        return gates, None
+    return gates, Merge(config.sync.merge, fmt, layout, room[: layout.total], coefficients)
+
+
+def add_up(
+    merge: Merge,
+    chunks: Sequence[Chunk],
+    norms: Callable[[int], torch.Tensor],
+    payload: Callable[[int, Chunk], torch.Tensor],
+) -> bool:
+    """Add the contributions in the order of the contributors, each chunk by chunk.
+
+    Args:
+        merge: the empty sum.
+        chunks: of the fragment.
+        norms: place of a contributor -> norms of its parameters, float64 [segments]; asked if ``radial``.
+        payload: place of a contributor, chunk -> its payload, uint8; asked for every one that counts.
+
+    Returns:
+        Whether the sum can be stepped.
+    """
+    fits = True
+    for place, coefficient in enumerate(merge.coefficients):
+        if coefficient == 0.0:
+            continue  # as all islands know, it would add nothing
+        factors = merge.factors(place, norms(place) if merge.radial else None)
+        # Every message is received, whatever came of the one before.
+        added = [merge.add(chunk, payload(place, chunk), place, factors) for chunk in chunks]
+        fits = all(added)
+    return fits
+
+
+def payload_sumsq(
+    fmt: wire.WireFormat, layout: FlatLayout, chunks: Sequence[Chunk], payload: torch.Tensor
+) -> torch.Tensor:
+    """Sums of squares of a contribution as the others will decode it, float64 [segments]."""
+    decoded = torch.zeros(layout.total)
+    for c in chunks:
+        wire.decode(fmt, payload[c.first_byte : c.last_byte], decoded[c.start : c.end])
+    return wire.segment_sumsq(decoded, layout.table)
+
+
 def rate_scale(config: Config, inner: Schedule | None, decision: Decision) -> float:
     """What multiplies the outer rate in a round, the same on every island.
 
@@ -165,3 +226,34 @@ def rate_scale(config: Config, inner: Schedule | None, decision: Decision) -> fl
     if follows and inner is not None and inner.phase(start) in ("decay", "done"):
         scale *= inner.factor(start)
     return scale
+
+
+def step_fragment(
+    config: Config,
+    schedule: Schedule | None,
+    state: OuterState,
+    decision: Decision,
+    merged: torch.Tensor,
+) -> None:
+    """The outer step of a round that was committed, and its counters.
+
+    Args:
+        config: of the run.
+        schedule: of the inner rate, with everything that was decided so far.
+        state: changed.
+        decision: of the round.
+        merged: fp32 [layout.total], of the fragment; known to be finite.
+    """
+    assert decision.fragment is not None
+    fragment = state.fragments[decision.fragment]
+    scale = rate_scale(config, schedule, decision)
+    fragment.optimizer.step(fragment.anchor, merged, scale, checked=True)
+    offers = {island: decision.offer(island) for island in decision.contributors}
+    with state.counting:
+        fragment.version += 1
+        fragment.turn = max(fragment.turn, decision.turn)
+        fragment.tokens += sum(o.tokens for o in offers.values())
+        fragment.steps += sum(o.steps for o in offers.values())
+        fragment.taken.update({island: o.cursor for island, o in offers.items()})
+        state.outer_step = decision.outer_step + 1
+        state.inner_step = max(state.inner_step, decision.inner_step)

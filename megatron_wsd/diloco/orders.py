@@ -61,9 +61,17 @@ class Orders:
         found = group.share(found)
         return None if found is None else Order.model_validate(found)
 
-    def loaded(self) -> None:
-        """The state came from a checkpoint, and the scheduler with it: nothing in it is new."""
-        self._done = len(self._state.orders)
+    @property
+    def done(self) -> int:
+        """How many of the orders in the outer state this island has carried out."""
+        return self._done
+
+    def loaded(self, done: int) -> None:
+        """The outer state came from a checkpoint, and the scheduler, which has obeyed ``done`` of the orders."""
+        self._done = done
+        if self._control is not None and self._group.rank == 0:
+            # A run that was killed may have told of orders that its newest checkpoint does not know.
+            self._control.settle(self._state.orders)
 
     def carry_out(self, position: int, known: int | None = None) -> Schedule | None:
         """Carry out what was committed and has not been.

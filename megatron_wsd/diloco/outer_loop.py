@@ -24,13 +24,11 @@ from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.orders import Orders
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
-from megatron_wsd.diloco.state import FragmentState, OuterState
+from megatron_wsd.diloco.state import OuterState, make_state
 from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, ScheduleError, StopRequested
 from megatron_wsd.metrics import Metrics, say
-from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
-from megatron_wsd.optim.outer import OuterHyper, make_outer
 from megatron_wsd.schedule.deepspeed import WSD
-from megatron_wsd.shards.zero3 import Shard, Shards, Zero3Shards
+from megatron_wsd.shards.zero3 import Shards, Zero3Shards
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class OuterLoop(ABC):
         self.sync_points = SyncPoints(config.sync.inner_steps, len(plan))
         self._group = make_group(config, address.islands, sum(s.numel for s in parts))
         self._faults = Faults.from_environ(address.island, self._group.rank)
-        self._state = OuterState([self._fragment([parts[i] for i in f.members], f.members) for f in plan])
+        self._state = make_state(config, self._shards, plan)
         self._local = Local(self._shards, plan, self._state, config, self._faults)
         if config.outer.anchor_dtype == "bf16" and int(engine.global_steps) == 0:
             # Such an anchor is not quite what the model was initialised to; training begins from the anchor.
@@ -98,29 +96,10 @@ class OuterLoop(ABC):
         self._seat: Membership | None = None
         self._engine_step = int(engine.global_steps)
         self.inner_step = int(engine.global_steps)
+        self._fresh = self.inner_step == 0
+        self._rewarm_steps = self._rewarm_left = 0
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
-
-    def _fragment(self, shards: list[Shard], members: tuple[int, ...]) -> FragmentState:
-        """Anchor, as the island holds it now, and outer optimizer of one fragment."""
-        outer = self._config.outer
-        layout = FlatLayout(
-            [
-                Segment(
-                    name=s.name,
-                    key=parameter_key(s.name),
-                    numel=s.numel,
-                    element0=s.start,
-                    quantised=outer.state_bits == 8 and wants_8bit(s.name, s.global_numel, s.shape),
-                )
-                for s in shards
-            ]
-        )
-        dtype = torch.bfloat16 if outer.anchor_dtype == "bf16" else torch.float32
-        anchor = torch.zeros(layout.total, dtype=dtype)
-        self._shards.read(layout.views(anchor), members)
-        hyper = OuterHyper.from_config(outer, self._config.data.seed)
-        return FragmentState(layout, anchor, make_outer(outer.optimizer, layout, hyper, dtype))
 
     # ---- what a script may ask ----
 
@@ -194,6 +173,7 @@ class OuterLoop(ABC):
                 self._plan_digest,
                 self._faults,
             )
+            self._half.on_commit = self._local.committed
             self._obey()
         return self._half
 
@@ -245,6 +225,8 @@ class OuterLoop(ABC):
         half.settled = True
         self.last_round = result
         self._started()
+        if self._fresh and self.outer_step > 0:
+            self._begin_rewarm()
         return result
 
     @abstractmethod
@@ -281,8 +263,9 @@ class OuterLoop(ABC):
         self._engine_step = int(self._engine.global_steps)
         self.inner_step += 1
         self._local.count(int(self._engine.train_batch_size()) if tokens is None else tokens)
-        assert self._seat is not None
-        return self._advance()
+        result = self._advance()
+        self._rewarm()
+        return result
 
     @abstractmethod
     def _advance(self) -> RoundResult | None:
@@ -320,6 +303,33 @@ class OuterLoop(ABC):
         position = getattr(scheduler, "num_updates", None)
         if position is not None and position < self.position + 1 and hasattr(scheduler, "set_position"):
             scheduler.set_position(self.position + 1)
+
+    def _begin_rewarm(self) -> None:
+        """An island that begins without a checkpoint amid a run has no inner moments: it warms up briefly.
+
+        For 2 / (1 - beta2) steps, about what the second moment needs to be filled, the rate rises linearly.
+        """
+        groups = getattr(getattr(self._engine, "optimizer", None), "param_groups", [])
+        betas = groups[0].get("betas") if groups else None
+        if not betas:
+            return
+        self._rewarm_steps = round(2 / (1 - float(betas[1])))
+        self._rewarm_left = self._rewarm_steps
+        if self._group.rank == 0:
+            say(f"no inner moments: the rate rises over {self._rewarm_steps} steps on this island")
+        self._rewarm()
+
+    def _rewarm(self) -> None:
+        """Lower the rates that the scheduler has just set, while the warm-up lasts."""
+        if self._rewarm_left == 0:
+            return
+        factor = (self._rewarm_steps - self._rewarm_left + 1) / (self._rewarm_steps + 1)
+        self._rewarm_left -= 1
+        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
+        if not isinstance(scheduler, WSD):
+            return
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] *= factor
 
     # ---- orders ----
 
@@ -374,6 +384,7 @@ class OuterLoop(ABC):
         extra = {
             "inner_step": self.inner_step,
             "position": self.position,
+            "orders": self._orders.done,
             "since": [[f.version, f.steps, f.tokens] for f in self._local.fragments],
         }
         errors = {f"{i}.error": f.error for i, f in enumerate(self._local.fragments) if f.error is not None}
@@ -397,7 +408,7 @@ class OuterLoop(ABC):
                 "Load both from the same checkpoint, the engine's first.",
             )
         self._loaded(extra)
-        self._orders.loaded()
+        self._orders.loaded(extra["orders"])
         if self._half is not None:
             self._half.refresh_digest()
 

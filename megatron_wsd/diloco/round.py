@@ -17,15 +17,15 @@ import torch
 
 from megatron_wsd.config import Config
 from megatron_wsd.control import Order
-from megatron_wsd.diloco.agree import Decision, Offer, Report, Rules, combine_digests, decide, to_int64
+from megatron_wsd.diloco.agree import Decision, Report, Rules, combine_digests, decide, to_int64
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.faults import NO_FAULTS, Faults
 from megatron_wsd.diloco.fragments import SyncPoints
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
-from megatron_wsd.diloco.merge import Merge, decision_coefficients, rate_scale
+from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq, step_fragment
 from megatron_wsd.diloco.state import FragmentState, OuterState
-from megatron_wsd.diloco.wire import broadcast_flat, broadcast_json, cut
+from megatron_wsd.diloco.wire import Chunk, broadcast_flat, broadcast_json, cut
 from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError
 from megatron_wsd.optim import native, wire
 
@@ -83,6 +83,11 @@ class OuterHalf:
         data_digest: of the corpora, compared between islands.
         plan_digest: of the fragments, compared between islands.
         faults: to be injected.
+
+    Attributes:
+        settled: this island has met the others since it was started.
+        schedule: of the inner rate, which the outer one may follow; equal on all islands.
+        on_commit: called with this island's contribution when it has become part of the anchor.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class OuterHalf:
         self.state = state
         self.settled = False
         self.schedule = config.schedule
+        self.on_commit: Callable[[Contribution], None] = lambda contribution: None
         self._faults = faults
         self._points = SyncPoints(config.sync.inner_steps, len(state.fragments))
         sync = config.sync
@@ -133,6 +139,7 @@ class OuterHalf:
         withdraw: Callable[[Decision], bool] | None = None,
         order: Order | None = None,
         *,
+        ending: bool = False,
         done: bool = False,
     ) -> RoundResult:
         """Run one round, from quorum to the stepped anchor.
@@ -143,7 +150,8 @@ class OuterHalf:
             position: of the schedule, in inner steps of the run, as this island counts them.
             withdraw: asked, on all ranks alike, once it is known who takes part; True makes the round void.
             order: to be proposed to the others; equal on all ranks of the island.
-            done: the run of this island is over.
+            ending: the training of this island is over.
+            done: and it has nothing left to offer.
 
         Raises:
             IslandError: the islands cannot work together.
@@ -151,7 +159,7 @@ class OuterHalf:
         result = RoundResult()
         started, bytes_before = time.perf_counter(), self._seat.bytes_moved
         try:
-            self._attempt(pending, position, withdraw, order, done, result)
+            self._attempt(pending, position, withdraw, order, (ending, done), result)
         except ExchangeError as e:
             result.void, result.reason = True, str(e)
         result.bytes = self._seat.bytes_moved - bytes_before
@@ -165,34 +173,31 @@ class OuterHalf:
         position: int,
         withdraw: Callable[[Decision], bool] | None,
         order: Order | None,
-        done: bool,
+        over: tuple[bool, bool],
         result: RoundResult,
     ) -> None:
         bytes_before = self._seat.bytes_moved
         self._seat.start_round(self.state.outer_step)
         if order is not None and any(o["number"] == order.number for o in self.state.orders):
             order = None
-        decision = result.decision = self._agree(pending, position, order, done)
+        decision = result.decision = self._agree(pending, position, order, over)
         if withdraw is not None and withdraw(decision):
             self._seat.vote(False)
             raise ExchangeError("withdrawn: the run is being stopped")
         if self._island in decision.healed:
             self._note_outvoted(decision)
         if decision.healed:
-            self._heal(decision)
+            self._heal(decision, pending)
             result.healed = self._island in decision.healed
         result.fragment = decision.fragment
         if decision.fragment is None or not decision.contributors:
             result.reason = "nothing to merge"
             return
-        gates, coefficients = decision_coefficients(self._config, decision)
-        result.gates = gates
-        if not any(gates) and self._config.outer.all_gated == "skip":
+        fragment = self.state.fragments[decision.fragment]
+        result.gates, merge = begin_merge(self._config, decision, self.fmt, fragment.layout, self._merged)
+        if merge is None:
             result.skipped, result.reason = True, "every contribution is too old to count"
             return
-        fragment = self.state.fragments[decision.fragment]
-        merged = self._merged[: fragment.layout.total]
-        merge = Merge(self._config.sync.merge, self.fmt, fragment.layout, merged, coefficients)
         own = pending[decision.fragment].payload if self._island in decision.contributors else None
         norms = None if own is None or not merge.radial else self._norms(fragment, decision.fragment, own)
         why, ordered = "", None
@@ -203,6 +208,7 @@ class OuterHalf:
             self._exchange(decision, merge, own, norms)
         except Exception as e:  # whatever goes wrong on one rank, the round is void on all
             why = _said(e)
+            self._seat.abort()
         result.exchange_s = time.perf_counter() - began
         if not self._commit(why, merge):
             raise ExchangeError(why or "a peer could not commit")
@@ -210,9 +216,11 @@ class OuterHalf:
         try:
             with self.state.still:
                 self._faults.here("step", decision.outer_step)
-                step_fragment(self._config, self.schedule, self.state, fragment, decision, self._merged)
+                step_fragment(self._config, self.schedule, self.state, decision, merge.merged)
                 if ordered is not None:
                     self.state.orders.append({**ordered, "step": decision.inner_step})
+                if own is not None:
+                    self.on_commit(pending[decision.fragment])
         except Exception as e:  # the state is torn on this rank: it must be healed on all
             why = _said(e)
             log.exception("the outer step failed after it was committed")
@@ -223,10 +231,14 @@ class OuterHalf:
         result.committed, result.island_bytes, result.version = True, moved, fragment.version
 
     def _agree(
-        self, pending: Mapping[int, Contribution], position: int, order: Order | None, done: bool
+        self,
+        pending: Mapping[int, Contribution],
+        position: int,
+        order: Order | None,
+        over: tuple[bool, bool],
     ) -> Decision:
         """Exchange the islands' numbers; every rank of every island draws the same decision."""
-        report = self._report(pending, position, order, done)
+        report = self._report(pending, position, order, over)
         problem, rows = "", []
         try:
             self._faults.here("agree", self.state.outer_step)
@@ -238,44 +250,37 @@ class OuterHalf:
             self._seat.vote(False)  # makes torchft reconfigure the group
             raise ExchangeError(problem or "another rank of this island could not agree")
         decision = decide([Report.from_numbers(row) for row in rows], self.settled, self._rules)
-        self._seat.check_complete(decision.islands)
+        try:
+            self._seat.check_complete(decision.islands)
+        except ExchangeError:  # the others may know of no restart, and would wait for this one
+            self._seat.abort()
+            self._seat.vote(False)
+            raise
         return decision
 
     def _report(
-        self, pending: Mapping[int, Contribution], position: int, order: Order | None, done: bool
+        self,
+        pending: Mapping[int, Contribution],
+        position: int,
+        order: Order | None,
+        over: tuple[bool, bool],
     ) -> Report:
         """The numbers of this island, from those of its ranks; all ranks must call it."""
         now = time.monotonic()
-        mine = [position, int(done)]
+        mine = [position, *map(int, over)]
         for i in range(len(self.state.fragments)):
             c = pending.get(i)
             waiting = 0 if c is None else round(1000 * (now - c.offered_at))
             mine += [-1, 1, 0] if c is None else [c.cursor, int(c.finite), waiting]
         rows = self._group.gather(mine)
-        position, done = rows[0][0], all(row[1] for row in rows)
+        position = rows[0][0]
+        ending, done = (all(row[i] for row in rows) for i in (1, 2))
         offers = []
         for i, f in enumerate(self.state.fragments):
-            at = 2 + 3 * i
-            offset = self._points.offsets[i]
-            turn = position // self._points.inner_steps if offset in (0, self._points.inner_steps) else 0
-            if 0 < offset < self._points.inner_steps and position >= offset:
-                turn = (position - offset) // self._points.inner_steps + 1
-            offer = Offer(version=f.version, last_turn=f.turn, turn=turn)
-            c = pending.get(i)
-            if c is not None and all(row[at] == rows[0][at] for row in rows):
-                offer = Offer(
-                    version=f.version,
-                    last_turn=f.turn,
-                    turn=turn,
-                    contributes=1,
-                    finite=min(row[at + 1] for row in rows),
-                    base=c.base,
-                    steps=c.steps,
-                    tokens=c.tokens,
-                    cursor=c.cursor,
-                    waiting_ms=rows[0][at + 2],
-                )
-            offers.append(offer)
+            at = 3 + 3 * i
+            c = pending.get(i) if all(row[at] == rows[0][at] for row in rows) else None
+            finite = all(row[at + 1] for row in rows)
+            offers.append(f.offer(self._points.turns(i, position), c, finite, rows[0][at + 2]))
         return Report(
             island=self._island,
             outer_step=self.state.outer_step,
@@ -284,6 +289,7 @@ class OuterHalf:
             data=self._data_number,
             ranks=self._group.size,
             settled=int(self.settled),
+            ending=int(ending),
             done=int(done),
             inner_step=position,
             order=order.number if order else 0,
@@ -305,7 +311,7 @@ class OuterHalf:
         self._outvoted = True
         log.error("outer state differs from the majority at step %d: healing", decision.outer_step)
 
-    def _heal(self, decision: Decision) -> None:
+    def _heal(self, decision: Decision, pending: Mapping[int, Contribution]) -> None:
         """The leader sends its outer state over the group; the healed overwrite theirs.
 
         Nothing of it can change meanwhile: outer state changes in rounds alone, and this is one.
@@ -324,10 +330,14 @@ class OuterHalf:
                     broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
             except Exception as e:  # told to the other ranks, then to the other islands
                 problem = _said(e)
+                self._seat.abort()
             if receiving:
                 self.state.forget_digest()  # a broadcast writes where torch does not see it
                 # Torn by a failure it stands behind everybody until a healing succeeds.
                 self.state.take_counters({**counters, "outer_step": -1} if problem else counters)
+                for i, c in pending.items():  # it may have missed the commit of what it still holds
+                    if not problem and self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
+                        self.on_commit(c)
         whole = self._group.all_agree(not problem)
         if receiving:
             if not whole:
@@ -350,27 +360,25 @@ class OuterHalf:
         """Every contribution goes to everybody, in the order of the island numbers, and is added up."""
         assert decision.fragment is not None
         self._faults.here("before_exchange", decision.outer_step)
-        fits = [True]
-        for number, island in enumerate(decision.contributors):
-            if merge.coefficients[number] == 0.0:
-                continue  # as all islands know, it would add nothing
-            mine, place = island == self._island, decision.place(island)
-            norms = own_norms if mine else None
-            if merge.radial:
-                norms = (
-                    torch.zeros(len(merge.layout.ordered), dtype=torch.float64) if norms is None else norms
-                )
-                self._seat.broadcast(norms, place)
-            factors = merge.factors(number, norms)
-            fits = []
-            for chunk in self.chunks[decision.fragment]:
-                payload = self._incoming[: chunk.last_byte - chunk.first_byte]
-                if mine and own is not None:
-                    payload = own[chunk.first_byte : chunk.last_byte]
-                self._seat.broadcast(payload, place)
-                fits.append(merge.add(chunk, payload, number, factors))
-                self._faults.here("within_exchange", decision.outer_step)
-        if not all(fits):
+
+        def norms(number: int) -> torch.Tensor:
+            island = decision.contributors[number]
+            found = torch.zeros(len(merge.layout.ordered), dtype=torch.float64)
+            if island == self._island and own_norms is not None:
+                found = own_norms
+            self._seat.broadcast(found, decision.place(island))
+            return found
+
+        def payload(number: int, chunk: Chunk) -> torch.Tensor:
+            island = decision.contributors[number]
+            part = self._incoming[: chunk.last_byte - chunk.first_byte]
+            if island == self._island and own is not None:
+                part = own[chunk.first_byte : chunk.last_byte]
+            self._seat.broadcast(part, decision.place(island))
+            self._faults.here("within_exchange", decision.outer_step)
+            return part
+
+        if not add_up(merge, self.chunks[decision.fragment], norms, payload):
             raise ExchangeError("the merged pseudo-gradient overflows fp32")
         self._faults.here("after_exchange", decision.outer_step)
 
@@ -379,10 +387,7 @@ class OuterHalf:
 
         Float64 [segments]; all ranks of the island must call it.
         """
-        decoded = torch.zeros(fragment.layout.total)
-        for c in self.chunks[number]:
-            wire.decode(self.fmt, own[c.first_byte : c.last_byte], decoded[c.start : c.end])
-        return self._total(wire.segment_sumsq(decoded, fragment.layout.table)).sqrt()
+        return self._total(payload_sumsq(self.fmt, fragment.layout, self.chunks[number], own)).sqrt()
 
     def _total(self, sumsq: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of the island, in their order; all ranks must call it."""
@@ -417,32 +422,6 @@ class OuterHalf:
             well = False
         well = self._group.all_agree(well)
         return self._seat.vote(well)
-
-
-def step_fragment(
-    config: Config,
-    schedule: Any,
-    state: OuterState,
-    fragment: FragmentState,
-    decision: Decision,
-    merged: torch.Tensor,
-) -> None:
-    """The outer step of a round that was committed, and its counters.
-
-    Args:
-        merged: fp32, at least as long as the fragment; known to be finite.
-    """
-    scale = rate_scale(config, schedule, decision)
-    fragment.optimizer.step(fragment.anchor, merged[: fragment.layout.total], scale, checked=True)
-    offers = {island: decision.offer(island) for island in decision.contributors}
-    with state.counting:
-        fragment.version += 1
-        fragment.turn = max(fragment.turn, decision.turn)
-        fragment.tokens += sum(o.tokens for o in offers.values())
-        fragment.steps += sum(o.steps for o in offers.values())
-        fragment.taken.update({island: o.cursor for island, o in offers.items()})
-        state.outer_step = decision.outer_step + 1
-        state.inner_step = max(state.inner_step, decision.inner_step)
 
 
 def _said(error: Exception) -> str:

@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron_wsd.optim.layout import FlatLayout
-from megatron_wsd.optim.outer import OuterOptimizer
+from megatron_wsd.config import Config
+from megatron_wsd.diloco.agree import Offer
+from megatron_wsd.diloco.capture import Contribution
+from megatron_wsd.diloco.fragments import Fragment
+from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
+from megatron_wsd.optim.outer import OuterHyper, OuterOptimizer, make_outer
+from megatron_wsd.shards.zero3 import Shards
 
 
 @dataclass
@@ -38,6 +43,32 @@ class FragmentState:
     steps: int = 0
     turn: int = 0
     taken: dict[int, int] = field(default_factory=dict)
+
+    def offer(
+        self, turn: int, contribution: Contribution | None = None, finite: bool = True, waiting_ms: int = 0
+    ) -> Offer:
+        """What an island says of this fragment.
+
+        Args:
+            turn: turns of the fragment that have passed by the island's position.
+            contribution: that waits for a round.
+            finite: whether all ranks of the island hold a finite part of it.
+            waiting_ms: for how long it waits.
+        """
+        if contribution is None:
+            return Offer(version=self.version, last_turn=self.turn, turn=turn)
+        return Offer(
+            version=self.version,
+            last_turn=self.turn,
+            turn=turn,
+            contributes=1,
+            finite=int(finite),
+            base=contribution.base,
+            steps=contribution.steps,
+            tokens=contribution.tokens,
+            cursor=contribution.cursor,
+            waiting_ms=waiting_ms,
+        )
 
     def counters(self) -> dict[str, Any]:
         """The json-able part."""
@@ -137,3 +168,34 @@ class OuterState:
         content["orders"] = [o["number"] for o in self.orders]
         text = json.dumps(content, sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def make_state(config: Config, shards: Shards, plan: Sequence[Fragment]) -> OuterState:
+    """Anchors, as the island holds them now, and fresh outer optimizers, fragment by fragment.
+
+    Args:
+        config: of the run.
+        shards: where the island holds its parameters.
+        plan: of the fragments.
+    """
+    outer = config.outer
+    dtype = torch.bfloat16 if outer.anchor_dtype == "bf16" else torch.float32
+    hyper = OuterHyper.from_config(outer, config.data.seed)
+    made = []
+    for fragment in plan:
+        layout = FlatLayout(
+            [
+                Segment(
+                    name=s.name,
+                    key=parameter_key(s.name),
+                    numel=s.numel,
+                    element0=s.start,
+                    quantised=outer.state_bits == 8 and wants_8bit(s.name, s.global_numel, s.shape),
+                )
+                for s in (shards.shards[i] for i in fragment.members)
+            ]
+        )
+        anchor = torch.zeros(layout.total, dtype=dtype)
+        shards.read(layout.views(anchor), fragment.members)
+        made.append(FragmentState(layout, anchor, make_outer(outer.optimizer, layout, hyper, dtype)))
+    return OuterState(made)
