@@ -16,10 +16,12 @@ import psutil
 import typer
 
 from megatron_wsd.cli.command import Island, deepspeed_env_lines
+from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.logs import HEADER, console_text
 from megatron_wsd.cli.machine import address_for, lighthouse_host_port
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
 from megatron_wsd.config import load_config
+from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_trainable
 from megatron_wsd.rundir import RunDir, held, open_island
@@ -40,6 +42,10 @@ def island(
     master_port: Annotated[int | None, typer.Option(help="Port where its ranks meet.")] = None,
     script: Annotated[Path | None, typer.Option(help="Training script instead of launch/train.py.")] = None,
     interface: Annotated[str | None, typer.Option(help="Network towards the other islands.")] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(help="A fault, as 'island=1 at=exchange round=3 how=kill'; may be repeated."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Start one island of a run, here or on the machines of a hostfile, and wait for it."""
@@ -55,12 +61,13 @@ def island(
         hostfile=hostfile and hostfile.absolute(),
         script=script and script.absolute(),
         interface=interface,
+        inject=tuple(map(Fault.parse, inject or ())),
     )
     if master_port is not None and not 1 <= master_port <= 65535:
         raise ConfigError("--master-port", "a port, 1 to 65535", master_port)
     port = master_port or free_port()
     if dry_run:
-        typer.echo("\n".join(dry_lines(plan, port)))
+        typer.echo("\n".join([*preamble(loaded, [plan], local=False), *dry_lines(plan, port)]))
         return
     plan.check_machine()
     if script is None:

@@ -89,6 +89,9 @@ ISLAND = ("island", "--islands", "2", "--ranks", "2", "--lighthouse", "http://12
         (("launch", "--islands", "0"), "--islands: expected at least 1, got 0"),
         (("launch", "--steps", "0"), "--steps: expected at least 1, got 0"),
         (("launch", "--script", "/no/train.py"), "--script: expected a Python file"),
+        (("launch", "--inject", "island=0 at=comit round=1 how=kill"), "--inject at: expected one of"),
+        (("launch", "--inject", "island=7 at=commit round=1 how=kill"), "--inject island: expected 0 to"),
+        ((*ISLAND, "--island", "0", "--inject", "island=0 at=step round=1 how=nan"), "--inject how=nan: "),
         ((*ISLAND, "--island", "2"), "--island: expected 0 to 1 of 2 islands, got 2"),
         (
             (*ISLAND[:-1], "host:29510", "--island", "0"),
@@ -135,7 +138,7 @@ def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
     assert not (tmp_path / "a run").exists()
 
 
-@pytest.mark.parametrize(("name", "islands", "ranks"), [("tiny_cpu.json", 2, 2), ("7b_2x8.json", 2, 8)])
+@pytest.mark.parametrize(("name", "islands", "ranks"), [("tiny_cpu.json", 2, 2), ("7b_2x8_100gbps.json", 2, 8)])
 def test_the_configs_that_are_shipped_load_and_dry_run(
     tmp_path: Path, name: str, islands: int, ranks: int
 ) -> None:

@@ -41,7 +41,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
 
 
 def test_7b_arithmetic_is_what_its_page_says() -> None:
-    config = load_config(CONFIGS / "7b_2x8.json")
+    config = load_config(CONFIGS / "7b_2x8_100gbps.json")
     assert config.model is not None
     m = config.model
     head = m.hidden_size // m.num_attention_heads
