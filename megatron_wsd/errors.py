@@ -66,3 +66,7 @@ class StopRequested(MegatronWSDError):
 
 class ExchangeError(MegatronWSDError):
     """An exchange between islands failed; the round is void and nothing has stepped."""
+
+
+class TooFewIslands(ExchangeError):
+    """Nothing failed, but islands are missing without which nothing may be committed."""

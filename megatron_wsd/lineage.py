@@ -16,8 +16,10 @@ from typing import Any
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
+from megatron_wsd.data.consumption import Drawn, committed, total
 from megatron_wsd.errors import CheckpointError, ConfigError
 from megatron_wsd.files import write_json_atomic
+from megatron_wsd.records import read_islands
 from megatron_wsd.rundir import RunDir, begin_branch
 from megatron_wsd.schedule import Schedule
 
@@ -102,7 +104,8 @@ def make_branch(
         for i in range(facts["islands"])
         if (parent.island(i) / "checkpoints").is_dir()
     }
-    common = set.intersection(*(set(s.steps()) for s in stores.values())) if stores else set()
+    era = len(parent.eras()) - 1  # checkpoints from before another number of islands have other data orders
+    common = set.intersection(*(set(s.steps(era)) for s in stores.values())) if stores else set()
     if not common or (step is not None and step not in common):
         raise CheckpointError(
             f"{parent.path}@{step if step is not None else 'newest'}",
@@ -111,7 +114,8 @@ def make_branch(
             "Name one of these steps." if common else "The run must have saved one.",
         )
     step = max(common) if step is None else step
-    schedule = schedule_of(stores[min(stores)].manifest(step) or {})
+    manifest = stores[min(stores)].manifest(step) or {}
+    schedule = schedule_of(manifest)
     if schedule is None:
         raise CheckpointError(f"{parent.path}@{step}", "a checkpoint with a WSD schedule", "one without")
     _refuse_in_decay(parent, schedule, step, force)
@@ -126,11 +130,30 @@ def make_branch(
         "digests": {str(i): _digests(s.folder(step)) for i, s in stores.items()},
         "order": order.model_dump(mode="json"),
         "name": name,
+        "consumed": consumed(parent, manifest.get("outer_step")),
     }
     run = begin_branch(child, config, record)
     note.parent.mkdir(exist_ok=True)
     write_json_atomic(note, {"path": os.path.relpath(run.path, parent.path), "step": step})
     return run, step
+
+
+def consumed(run: RunDir, outer_step: int | None = None) -> dict[str, Drawn]:
+    """What a run has committed of its corpora, by island; of a branch also what it inherited.
+
+    Args:
+        run: the run.
+        outer_step: leave out what its own later rounds committed.
+    """
+    own = {str(i): committed(records, outer_step) for i, records in read_islands(run.path).items()}
+    before = inherited(run)
+    return {i: total([before.get(i, {}), own.get(i, {})]) for i in sorted(before.keys() | own.keys())}
+
+
+def inherited(run: RunDir) -> dict[str, Drawn]:
+    """What a branch had from its parent when it was made, by island; empty for any other run."""
+    parent = run.facts().get("parent") if run.run_json.exists() else None
+    return dict(parent.get("consumed", {})) if parent is not None else {}
 
 
 def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:

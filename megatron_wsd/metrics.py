@@ -3,18 +3,94 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
+_MONITORED = ("step", "round", "eval", "adopt")
+
 
 def say(text: str) -> None:
-    """One line for the console; `megatron-wsd island` passes on lines with this mark."""
+    """One line for the log, with island and rank; `megatron-wsd island` passes it on to the console.
+
+    Errors name island and rank themselves.
+    """
+    island, rank = os.environ.get("MEGATRON_WSD_ISLAND"), os.environ.get("RANK", "0")
+    who = "" if island is None or text.startswith("error: ") else f"[island {island} rank {rank}] "
     # In one write: ranks share a pipe, and print writes the end of the line apart.
-    sys.stdout.write(f"megatron-wsd: {text}\n")
+    sys.stdout.write(f"megatron-wsd: {who}{text}\n")
     sys.stdout.flush()
+
+
+def set_up_logging(island: str, rank: int) -> None:
+    """Log lines with island and rank, each warning once, and those of frameworks on rank 0 alone.
+
+    Args:
+        island: number of the island.
+        rank: inside the island.
+    """
+    logging.basicConfig(
+        level=os.environ.get("MEGATRON_WSD_LOG", "INFO"),
+        format=f"%(asctime)s [island {island} rank {rank}] %(levelname)s %(name)s: %(message)s",
+    )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Once())
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    # Python's own warnings become log lines of one line each; every rank would say the same ones.
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    warnings.formatwarning = lambda text, kind, *_: f"{kind.__name__}: {' '.join(str(text).split())}"
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+
+
+class _Once(logging.Filter):
+    """Lets every text of a warning through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        text = f"{record.name}: {record.getMessage()}"
+        new = text not in self._said
+        if len(self._said) < 10_000:  # texts with numbers in them are all new
+            self._said.add(text)
+        return new
+
+
+def monitors_of(config: dict[str, Any], run_dir: Path, island: int) -> dict[str, Any]:
+    """DeepSpeed's json with monitors that keep the islands of a run apart.
+
+    All islands read one json, and DeepSpeed's monitors know nothing of islands: TensorBoard and CSV get a
+    folder for each (``RUN/island_I/NAME``, or ``island_I`` in the ``output_path`` that was given), and the
+    runs of W&B the name of the run folder as their group, if no other is given.
+
+    Args:
+        config: the json; not changed.
+        run_dir: the run folder.
+        island: number of this island.
+    """
+    changed = dict(config)
+    for name in ("tensorboard", "csv_monitor"):
+        monitor = config.get(name) or {}
+        if monitor.get("enabled"):
+            own = run_dir / f"island_{island}" / name
+            if monitor.get("output_path"):
+                own = Path(monitor["output_path"]) / f"island_{island}"
+            changed[name] = {**monitor, "output_path": str(own)}
+    wandb = config.get("wandb") or {}
+    if wandb.get("enabled"):
+        changed["wandb"] = {"group": run_dir.absolute().name, **wandb}
+    return changed
 
 
 class Metrics:
@@ -43,14 +119,8 @@ class Metrics:
             return
         record = {"kind": kind, "time": time.time(), **fields}
         self._file.write(json.dumps(_finite(record)) + "\n")
-        if self._monitor is not None and self._monitor.enabled and "step" in fields:
-            label = f"{fields['target']}/{fields['corpus']}" if kind == "eval" else ""
-            events = [
-                (f"megatron_wsd/{kind}/{label}{name}", float(value), int(fields["step"]))
-                for name, value in fields.items()
-                if isinstance(value, (int, float)) and name != "step"
-            ]
-            self._monitor.write_events(events)
+        if self._monitor is not None and self._monitor.enabled and kind in _MONITORED:
+            self._monitor.write_events(scalars(kind, fields))
 
     def event(self, event: str, step: int, message: str) -> None:
         """Record something that happened, and say it on the console."""
@@ -59,11 +129,37 @@ class Metrics:
         self.write("event", event=event, step=step, message=message)
         say(message)
 
+    def tell(self, text: str) -> None:
+        """Say it on the console, once an island."""
+        if self._file is not None:
+            say(text)
+
     def close(self) -> None:
         """Flush and close."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
+    """The numbers of a record as (tag, value, inner step), for a monitor.
+
+    ``megatron_wsd/step/loss``, ``megatron_wsd/eval/anchor/CORPUS/loss``; of the islands of a round
+    ``megatron_wsd/round/staleness/island_1``.
+    """
+    label = f"{fields['target']}/{fields['corpus']}/" if kind == "eval" else ""
+    found: list[tuple[str, float, int]] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            each = [(f"{name}/island_{key}", inner) for key, inner in value.items()]
+        else:
+            each = [(name, value)] if name != "step" else []
+        found += [
+            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["step"]))
+            for tag, number in each
+            if isinstance(number, (int, float))
+        ]
+    return found
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-_KEYS = ("step", "target", "corpus")
+_KEYS = ("step", "target", "corpus", "fragment")
 
 
 def read_metrics(path: str | Path) -> list[Record]:
@@ -17,9 +17,9 @@ def read_metrics(path: str | Path) -> list[Record]:
 
     A run that was killed leaves a torn last line, and one that resumes does some steps again. Lines that
     cannot be read are left out. What was said again after a later ``start`` record (the same kind, step,
-    target and corpus) replaces what was said before it; within one start everything is kept, so a round
-    that is void at a step and commits at the next try counts as both. Events are always kept. A loss that
-    was not finite is None.
+    target, corpus and fragment) replaces what was said before it; within one start everything is kept, so
+    a round that is void at a step and commits at the next try counts as both. Events are always kept. A
+    loss that was not finite is None.
     """
     file = Path(path)
     if not file.exists():
@@ -28,7 +28,7 @@ def read_metrics(path: str | Path) -> list[Record]:
     newest: dict[tuple[Any, ...], int] = {}
     found: list[tuple[int, tuple[Any, ...], Record]] = []
     for line in file.read_text(errors="replace").splitlines():
-        record = _parse(line)
+        record = parse_record(line)
         if record is None:
             continue
         begun += record["kind"] == "start"
@@ -38,7 +38,8 @@ def read_metrics(path: str | Path) -> list[Record]:
     return [r for start, key, r in found if r["kind"] in ("start", "event") or newest[key] == start]
 
 
-def _parse(line: str) -> Record | None:
+def parse_record(line: str | bytes) -> Record | None:
+    """The record that a line holds; None if it is torn or something else."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -46,15 +47,43 @@ def _parse(line: str) -> Record | None:
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
-def read_islands(run_dir: str | Path) -> dict[int, list[Record]]:
-    """The records of each island of a run that has any, by island number."""
+class Follow:
+    """Reads a growing ``metrics.jsonl``, each line once.
+
+    Args:
+        path: of the file, which need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def poll(self) -> list[Record]:
+        """What was appended since the last call. A line that is not whole yet waits for its end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:  # not there yet, or a shared disk that is away for a moment
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [record for line in whole.splitlines() if (record := parse_record(line)) is not None]
+
+
+def island_folders(run_dir: str | Path) -> dict[int, Path]:
+    """The folders of the islands of a run that are on this disk, by island number."""
     numbered = {
-        int(match[1]): folder / "metrics.jsonl"
+        int(match[1]): folder
         for folder in Path(run_dir).glob("island_*")
         if (match := re.fullmatch(r"island_(\d+)", folder.name))
     }
-    islands = {number: read_metrics(path) for number, path in sorted(numbered.items())}
-    return {number: records for number, records in islands.items() if records}
+    return dict(sorted(numbered.items()))
+
+
+def read_islands(run_dir: str | Path) -> dict[int, list[Record]]:
+    """The records of each island of a run that has any, by island number."""
+    found = {i: read_metrics(folder / "metrics.jsonl") for i, folder in island_folders(run_dir).items()}
+    return {number: records for number, records in found.items() if records}
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -62,9 +91,18 @@ def of_kind(records: list[Record], kind: str) -> list[Record]:
     return sorted((r for r in records if r["kind"] == kind), key=lambda r: r["step"])
 
 
+def is_void(record: Record) -> bool:
+    """Whether a ``round`` record tells of a failure.
+
+    One with contributors that did not commit was skipped by agreement, since all their gates were 0.
+    """
+    return not record.get("committed") and not record.get("contributors")
+
+
 def begun_at(records: list[Record]) -> int:
     """Inner steps at which a run began: 0, but for a branch."""
-    return min((r["step"] for r in records if r["kind"] == "start"), default=0)
+    # An island that joins a branch later starts from nothing; island 0 has been there from the beginning.
+    return next((r["step"] for r in records if r["kind"] == "start"), 0)
 
 
 def phases(steps: list[Record], begun: int = 0) -> list[tuple[str, int, int]]:

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wsd.data_report import consumption, print_consumption
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.picture import draw
-from megatron_wsd.records import Record, begun_at, of_kind, phases, read_islands, read_metrics
+from megatron_wsd.records import Record, begun_at, is_void, of_kind, phases, read_islands, read_metrics
 
 __all__ = ["draw", "has_steps", "print_summary", "read_metrics", "summarise", "write"]
 
@@ -23,11 +24,19 @@ def has_steps(run_dir: str | Path) -> bool:
 
 
 def write(run_dir: str | Path, console: Console | None = None) -> dict[str, Any]:
-    """Write ``summary.json`` and ``run.png`` into the run folder and print the summary."""
+    """Write ``summary.json`` and ``run.png`` into the run folder and print the summary.
+
+    Without matplotlib there is no picture, and the summary says so.
+    """
     folder = Path(run_dir)
     summary = summarise(folder)
+    try:
+        draw(folder, folder / "run.png")
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != "matplotlib":
+            raise
+        summary["files"]["picture"] = None
     write_json_atomic(folder / "summary.json", summary)
-    draw(folder, folder / "run.png")
     print_summary(summary, console)
     return summary
 
@@ -54,6 +63,7 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
         "rounds_committed": len(committed),
         "bytes_exchanged": sum(r.get("island_bytes", 0) for island in rounds.values() for r in island),
         "anchor": _anchor(everything),
+        "data": consumption(folder, islands),
         "islands": [_island(i, records, len(islands) > 1) for i, records in islands.items()],
         "files": {
             "picture": str(folder.absolute() / "run.png"),
@@ -74,7 +84,7 @@ def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
         "loss_start": next((loss for loss in losses if loss is not None), None),
         "loss_end": sum(last) / len(last) if last and None not in last else None,
         "rounds_committed": sum(r["committed"] for r in rounds),
-        "rounds_void": sum(not r["committed"] for r in rounds),
+        "rounds_void": sum(is_void(r) for r in rounds),
         "rounds_alone": sum(r["committed"] and r["islands"] == [number] for r in rounds) if others else 0,
         "bytes_exchanged": sum(r.get("island_bytes", 0) for r in rounds),
         "heals": sum(r["kind"] == "event" and r["event"] == "heal" for r in records),
@@ -119,8 +129,10 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
             line += f", {side} the unigram entropy {entropy:.3f}"
         table.add_row(f"anchor on {corpus}", line)
     (console or Console()).print(table)
+    print_consumption(summary.get("data", {}), console or Console())
     # paths outside the table, whole on one line, so that they can be copied
-    for name, where in (("picture", summary["files"]["picture"]), ("run folder", summary["run_dir"])):
+    picture = summary["files"]["picture"] or "none without matplotlib: pip install 'megatron_wsd[report]'"
+    for name, where in (("picture", picture), ("run folder", summary["run_dir"])):
         (console or Console()).print(f"{name}: {where}", soft_wrap=True, highlight=False, markup=False)
 
 

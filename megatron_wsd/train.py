@@ -12,20 +12,22 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
 from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
 from megatron_wsd.lineage import Parent
-from megatron_wsd.metrics import say
+from megatron_wsd.metrics import monitors_of, say, set_up_logging
 from megatron_wsd.preflight import check_trainer
-from megatron_wsd.rundir import RunDir
+from megatron_wsd.resume import Start, starting_point
+
+if TYPE_CHECKING:
+    from megatron_wsd.diloco.round import RoundResult
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     island = os.environ.get("MEGATRON_WSD_ISLAND", "0")
-    logging.basicConfig(
-        level=os.environ.get("MEGATRON_WSD_LOG", "INFO"),
-        format=f"%(asctime)s [island {island} rank {rank}] %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+    set_up_logging(island, rank)
     trainer: Trainer | None = None
     try:
         config = load_config(
@@ -98,6 +93,7 @@ class Trainer:
         self.config, self.run_dir = config, run_dir
         self._stop_requested = False
         self._validated = ("", -1)
+        self._validations = 0
         self._steps = steps
         check_trainer(config)
         self._setup(resume)
@@ -110,7 +106,7 @@ class Trainer:
 
     def _there(self) -> bool:
         stop_at = self.stop_at
-        return stop_at is not None and self.outer.inner_step >= stop_at
+        return stop_at is not None and self.outer.position >= stop_at
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -142,8 +138,9 @@ class Trainer:
         self._attach(resume)
 
     def _open_data(self) -> None:
+        from megatron_wsd.data.consumption import Ledger
         from megatron_wsd.data.loader import HeldOut, TrainStream, open_corpora
-        from megatron_wsd.data.mix import MixSampler
+        from megatron_wsd.data.sampler import MixSampler
 
         config, model = self.config, self.config.model
         assert model is not None
@@ -155,6 +152,7 @@ class Trainer:
         self.sampler = MixSampler(
             sizes, data.mixes, data.seed, islands=self.address.islands, island=self.address.island
         )
+        self.ledger = Ledger()
         self.stream = TrainStream(
             self.corpora,
             self.sampler,
@@ -176,9 +174,7 @@ class Trainer:
         self.corpora.check_vocab(vocab)
         ds = dict(self.config.deepspeed)
         ds.setdefault("steps_per_print", 10**9)
-        tensorboard = ds.get("tensorboard", {})
-        if tensorboard.get("enabled") and not tensorboard.get("output_path"):
-            ds["tensorboard"] = {**tensorboard, "output_path": str(self.folder / "tensorboard")}
+        ds = monitors_of(ds, self.run_dir, self.address.island)
         with deepspeed.zero.Init(config_dict_or_path=ds):
             model = build_gpt(self.config.model, vocab)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=_decay_groups(model), config=ds)
@@ -193,18 +189,27 @@ class Trainer:
 
         fingerprints = "".join(v for _, v in sorted(self.corpora.fingerprints().items()))
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config)
-        folder: Path | None = None
+        choice = [Start()]
         if resume:
-            choice = [self.checkpoints.choose(self.run_dir, self.address) if self.rank == 0 else None]
+            if self.rank == 0:
+                choice = [starting_point(self.run_dir, self.address.island, self.config)]
             torch.distributed.broadcast_object_list(choice, src=0)
-            folder = choice[0]
+        start = choice[0]
+        folder = start.folder
+        if resume and folder is None:
+            log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
+        if start.sampler is not None:
+            self.sampler.load_state_dict(start.sampler)
         if folder is not None:
             self.checkpoints.load_engine(self.engine, folder)
         self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
         self.outer.stop_requested = lambda: self._stop_requested
         if folder is not None:
-            self.checkpoints.load_rest(self.outer, self.sampler, folder)
-            self._begin_branch(folder)
+            self.checkpoints.load_rest(self.outer, folder)
+            if start.parent is not None:
+                self._begin_branch(start.parent)
+            elif (consumed := self.checkpoints.consumed(folder)) is not None:
+                self.ledger.load_state_dict(consumed)
         self.metrics = self.outer.metrics
         entropy = {name: self.held_out.unigram_entropy(name) for name in self.corpora.files}
         self.metrics.write(
@@ -214,26 +219,29 @@ class Trainer:
             outer_step=self.outer.outer_step,
             parameters=self.parameters,
             unigram_entropy=entropy,
+            epoch_samples=self.sampler.sizes,
+            seq_length=self.stream.seq_length,
             resumed=folder is not None,
         )
         if self.rank == 0:
             how = f"resumed at step {self.outer.inner_step}" if folder else "fresh"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
+            sync = self.config.sync
+            parts = f", {sync.fragments} fragments" if sync.fragments > 1 else ""
             say(
-                f"{how}: {self.parameters:,} parameters, {self.ranks} ranks, {self._precision()}, to {end}, "
-                f"a round every {self.config.sync.inner_steps} steps, "
+                f"{how}: {self.parameters:,} parameters, {self.address.islands} islands of {self.ranks} "
+                f"ranks, {self._precision()}, to {end}, "
+                f"{sync.mode} rounds every {sync.inner_steps} steps{parts}, wire {sync.wire}, "
                 f"outer {self.config.outer.optimizer} at {self.config.outer.lr:g}"
             )
 
-    def _begin_branch(self, folder: Path) -> None:
+    def _begin_branch(self, parent: Parent) -> None:
         """What a branch does once, when it begins from its parent's checkpoint: its own decay."""
-        parent = Parent.of(RunDir(self.run_dir))
-        if parent is None or folder != parent.checkpoint(self.address.island):
-            return
         planned = self.engine.lr_scheduler.schedule.decays
-        if any(decay.start >= self.outer.inner_step for decay in planned):
+        if any(decay.start >= self.outer.position for decay in planned):
             self.outer.carry_out(Order(kind="cancel", nonce=parent.order.nonce))
         self.outer.carry_out(parent.order)
+        self.ledger.until = self.outer.state.cursor(self.address.island) * self.config.island_batch
 
     def _precision(self) -> str:
         for name in ("bf16", "fp16"):
@@ -249,6 +257,7 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.outer.meet()
+        self._note_data(self.outer.last_round)  # a round that it was stopped before
         self._window = _Window()
         stopped = False
         try:
@@ -300,36 +309,57 @@ class Trainer:
         """Make the switches of data mix that are due.
 
         At the very sample at which each is planned, even if this island was moved past it: then the samples
-        in between were never read here, and all islands keep one history.
+        in between were never read here, and all islands keep one history. In asynchronous mode each island
+        has read its own number of samples by then.
         """
         scheduler = self.engine.lr_scheduler
         plan = planned_mixes(scheduler.schedule, self.outer.orders, self.config.data.mixes)
         done = len(self.sampler.history) - 1  # the first entry is where the run began
         for start, mix in plan[done:]:
-            if start > step:
+            if start > self.outer.position:
                 break
-            self.sampler.switch(start * self.config.island_batch, mix)
+            at = start if self.config.sync.mode == "sync" else step
+            self.sampler.switch(at * self.config.island_batch, mix)
             self.metrics.event("mix", step, f"step {step}: data mix is now {mix!r}")
 
     def _step_outer(self, tokens: int) -> None:
         """Count the step; around a round that is due, validate local weights and anchor."""
-        due = self.outer.round_due()
-        validate = due and self._validation_due()
-        if validate:
-            self._evaluate("local")
-        if self.outer.step(tokens=tokens) is not None and validate:
-            self._evaluate("anchor")
-
-    def _validation_due(self) -> bool:
         every = self.config.log.eval_interval
-        return every > 0 and (self.outer.outer_step + 1) % every == 0
+        due = every > 0 and self.outer.round_due() and (self.outer.outer_step + 1) % every == 0
+        if due:
+            self._evaluate("local")
+        result = self.outer.step(tokens=tokens)
+        self._note_data(result)
+        if result is not None and every > 0 and self.config.sync.mode == "async":
+            # Rank 0 says which round it is: others may have seen a newer one already.
+            (now,) = self.outer.group.broadcast([self.outer.outer_step // every])
+            due, self._validations = now > self._validations, now
+            if due:
+                self._evaluate("local")
+        if due and result is not None:
+            with self.outer.anchor_weights():
+                self._evaluate("anchor")
+
+    def _note_data(self, result: RoundResult | None) -> None:
+        """Count the samples of this island that rounds have committed by now."""
+        own, batch = self.address.island, self.config.island_batch
+        first, end = 0, self.outer.state.cursor(own)
+        if self.config.sync.mode == "sync":  # there an island may be moved past samples that it never read
+            decision = None if result is None or not result.committed else result.decision
+            if decision is None or own not in decision.contributors:
+                return
+            end = decision.offer(own).cursor
+            first = end - decision.offer(own).steps
+        new = self.ledger.commit(self.sampler, first * batch, end * batch)
+        if new is not None:
+            self.metrics.write("data", step=self.outer.inner_step, outer_step=self.outer.outer_step, **new)
 
     def _end(self, stopped: bool) -> None:
         """A run that is over ends on an anchor; one that is only stopped keeps its local progress."""
         end = self.engine.lr_scheduler.schedule.end
-        over = end is not None and self.outer.inner_step >= end and not stopped
+        over = end is not None and self.outer.position >= end and not stopped
         if over:
-            self.outer.finish()
+            self._note_data(self.outer.finish())
             if self._validated != ("anchor", self.outer.inner_step):
                 self._evaluate("anchor")
         self._save()
@@ -342,13 +372,15 @@ class Trainer:
     # ---- what is told ----
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
-        ends_a_phase = self.engine.lr_scheduler.schedule.phase(step) != phase
+        position = self.outer.position
+        ends_a_phase = self.engine.lr_scheduler.schedule.phase(position) != phase
         if step % self.config.log.interval_steps and not ends_a_phase and not self._there():
             return
         loss, tokens_per_s = self._window.close()
         self.metrics.write(
             "step",
             step=step,
+            position=position,
             loss=loss,
             lr=lr,
             phase=phase,
@@ -357,8 +389,9 @@ class Trainer:
             grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
         )
         if self.rank == 0:
+            own = "" if self.config.sync.mode == "sync" else f" (own step {step})"
             say(
-                f"step {step}/{self.stop_at or 'open'} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
+                f"step {position}/{self.stop_at or 'open'}{own} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
                 f"{tokens_per_s:,.0f} tok/s round {self.outer.outer_step}"
             )
 
@@ -391,7 +424,7 @@ class Trainer:
 
     def _save(self) -> None:
         step = self.outer.inner_step
-        self.checkpoints.save(self.engine, self.outer, self.sampler, step)
+        self.checkpoints.save(self.engine, self.outer, self.sampler, self.ledger, step)
         self.metrics.event("checkpoint", step, f"checkpoint of step {step} complete")
 
 

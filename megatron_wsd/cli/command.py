@@ -18,6 +18,7 @@ from megatron_wsd.cli.machine import (
     tool,
     visible_cuda_devices,
 )
+from megatron_wsd.diloco.faults import FLAG, VARIABLE, Fault, join_faults
 from megatron_wsd.errors import ConfigError
 
 _TRAIN = Path(megatron_wsd.__file__).resolve().parent.parent / "launch" / "train.py"
@@ -40,6 +41,7 @@ class Island:
     hostfile: Path | None = None
     script: Path | None = None
     interface: str | None = None
+    inject: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.island < self.islands:
@@ -48,6 +50,13 @@ class Island:
             raise ConfigError("--steps", "at least 1", self.steps)
         if self.script is not None and not self.script.is_file():
             raise ConfigError("--script", "a Python file", f"{self.script}, which is none", "Check the path.")
+        for fault in self.inject:
+            for name, value, count in (
+                ("island", fault.island, self.islands),
+                ("rank", fault.rank, self.ranks),
+            ):
+                if value is not None and value >= count:
+                    raise ConfigError(f"{FLAG} {name}", f"0 to {count - 1}", value)
         lighthouse_host_port(self.lighthouse)
         if self.hostfile is not None:
             read_hostfile(self.hostfile, self.ranks)
@@ -104,8 +113,12 @@ class Island:
             "MEGATRON_WSD_STORE": store,
             "MEGATRON_WSD_RUN_DIR": str(self.run_dir),
         }
+        if self.inject:
+            added[VARIABLE] = join_faults(self.inject)
         if self.interface is not None:
-            added |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+            # NCCL stays inside the island, whose own network may be another, faster one
+            inside = os.environ.get("NCCL_SOCKET_IFNAME", self.interface)
+            added |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": inside}
         if not visible_cuda_devices():
             threads = max(1, cores() // (self.islands * self.ranks))
             added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
@@ -121,6 +134,7 @@ class Island:
         line += ["--hostfile", str(self.hostfile)] if self.hostfile is not None else []
         line += ["--script", str(self.script)] if self.script is not None else []
         line += ["--interface", self.interface] if self.interface is not None else []
+        line += [word for fault in self.inject for word in (FLAG, str(fault))]
         return line + (["--resume"] if self.resume else [])
 
 

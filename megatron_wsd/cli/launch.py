@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megatron_wsd.cli.command import Island
+from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.island import dry_lines
 from megatron_wsd.cli.lighthouse import lighthouse_command, start_lighthouse
 from megatron_wsd.cli.logs import excerpt, starts
@@ -20,8 +21,10 @@ from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import ControlFolder, override_order
+from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.preflight import check_trainable
+from megatron_wsd.resume import plan_change, starting_point
 from megatron_wsd.rundir import RunDir, held, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
@@ -31,7 +34,10 @@ _DRY_ADDRESS = "127.0.0.1:29510"
 def launch(
     config: Annotated[Path, typer.Option(help="The json config.")],
     run_dir: Annotated[Path, typer.Option(help="Run folder: new, or with --resume that of the run.")],
-    islands: Annotated[int | None, typer.Option(help="Number of islands; default: as in the config.")] = None,
+    islands: Annotated[
+        int | None,
+        typer.Option(help="Number of islands, with --resume also a new one; default: the config's."),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of an island; default: as in the config.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many inner steps in all.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
@@ -39,12 +45,17 @@ def launch(
     override: Annotated[
         list[str] | None, typer.Option(help="With --resume: schedule.FIELD=VALUE; may be repeated.")
     ] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(help="A fault, as 'island=1 at=exchange round=3 how=kill'; may be repeated."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Run all islands on this machine: a torchft lighthouse, and one deepspeed launch for each island."""
-    loaded = load_config(config, islands=islands, ranks=ranks)
+    loaded = load_config(config, islands=islands, ranks=ranks, resize=resume)
     count, each = loaded.islands.count, loaded.islands.ranks
     assert count is not None and each is not None  # load_config has filled them in
+    faults = tuple(map(Fault.parse, inject or ()))
     plans = [
         Island(
             island=i,
@@ -55,10 +66,12 @@ def launch(
             steps=steps,
             resume=resume,
             script=script and script.absolute(),
+            inject=faults,
         )
         for i in range(count)
     ]
     if dry_run:
+        typer.echo("\n".join(preamble(loaded, plans, local=True)))
         typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
         for plan in plans:
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
@@ -70,7 +83,12 @@ def launch(
     if order is not None and not resume:
         raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
     stop = StopRequest()
-    run = open_run(run_dir, loaded, resume=resume)
+    change = plan_change(run_dir, loaded) if resume and islands is not None and script is None else None
+    run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)
+    if change is not None:
+        say("launch", change.told(loaded))
+    for plan in plans if resume and script is None else []:
+        starting_point(run.path, plan.island, loaded)  # what cannot be resumed is told before any rank starts
     with held(run.path / "launch.lock", "launch"):
         if order is not None:
             ControlFolder(run.path).propose(order)
@@ -208,7 +226,7 @@ class _Watch:
         if not alive or self._stop.count or self._deadline is not None:
             return
         if len(alive) >= self._min_islands and self._has_begun():
-            again = shlex.join(replace(self._plans[island], resume=True).own_command())
+            again = shlex.join(replace(self._plans[island], resume=True, inject=()).own_command())
             say("launch", f"going on with {_names(alive)}; to bring island {island} back:")
             say("launch", f"  {again}")
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 HEADER = "=== megatron-wsd island"
 
 # deepspeed's pdsh puts the host before each line of another machine
-_OURS = re.compile(r"^(?:[\w.-]+: )?(?:megatron-wsd: |\[island \d+\] )(.*)$")
+_OURS = re.compile(r"^(?:[\w.-]+: )?(?:megatron-wsd: (?:\[island \d+ rank \d+\] )?|\[island \d+\] )(.*)$")
 _ERROR = re.compile(r"megatron-wsd: error: (?:island \d+ rank \d+: )?(.*)")
 _LAUNCHER = re.compile(r"^(?:[\w.-]+: )?\[\d{4}-\d\d-\d\d [\d:,]+\] \[\w+\] \[(launch|runner)\.py")
 _RANK = re.compile(r"^(?:[\w.-]+: )?\[rank\d+\]: ?")

@@ -11,8 +11,9 @@ import torch
 
 from megatron_wsd.data.corpus import is_source
 from megatron_wsd.data.indexed import TokenFile
-from megatron_wsd.data.mix import MixSampler, Split, split_corpus
+from megatron_wsd.data.mix import Split, split_corpus
 from megatron_wsd.data.prepare import prepare_in_cache, read_manifest
+from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.data.tokenizer import load_tokenizer, tokenizer_identity
 from megatron_wsd.errors import DataError
 

@@ -1,27 +1,21 @@
-"""Which sample comes next: pure arithmetic, random access, nothing repeated and nothing lost.
+"""Samples, permutations and mixes: how a corpus is cut, and which corpus comes next.
 
 A *sample* is ``seq_length + 1`` tokens: inputs and, one further, labels. A corpus is cut in consecutive
-samples that share one token at their seams; the last part is held out. The training samples are visited in
-an endless order: epoch after epoch, each in a seeded permutation of its own. Islands take every I-th number
-of that order, so two islands never meet within an epoch, however different their speed. Which corpus the next
-sample comes from is given by a *mix*, and a mix may be switched at any sample.
+samples that share one token at their seams; the last part is held out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from megatron_wsd.errors import DataError
 
 MIX_PERIOD = 1024  # slots after which a mix repeats its pattern: weights are kept to 1/1024
-_STATE_FORMAT = 1
 _ROUNDS = 6
 _MASK64 = 2**64 - 1
 
@@ -100,7 +94,8 @@ def _scramble(x: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _epoch_keys(seed: int, corpus: str, epoch: int) -> tuple[int, ...]:
+def epoch_keys(seed: int, corpus: str, epoch: int) -> tuple[int, ...]:
+    """The round keys of ``permuted`` for one epoch of a corpus."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{corpus}".encode(), digest_size=8 * _ROUNDS).digest()
     return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
 
@@ -163,145 +158,3 @@ def _apportion(weights: Mapping[str, float]) -> dict[str, int]:
             rich = [corpus for corpus in slots if slots[corpus] > 1]
             slots[min(rich, key=lambda corpus: quotas[corpus] - slots[corpus])] -= 1
     return slots
-
-
-@dataclass(frozen=True)
-class _Phase:
-    start: int  # the island's sample with which the mix begins
-    name: str
-    taken: Counter[str]  # samples taken from each corpus before
-
-
-class MixSampler:
-    """Maps the k-th sample of an island to a corpus and a training sample of it.
-
-    The island's j-th draw from a corpus has the number c = j * islands + island in the corpus's endless
-    order; epoch e = c // N visits sample permutation_e(c % N). So the islands together visit every sample
-    once an epoch, and the counters j go on when the mix is switched.
-
-    Args:
-        sizes: number N of training samples of each corpus.
-        mixes: weights of each mix (see ``Mix``).
-        seed: chooses the permutations.
-        islands: how many islands share the corpora.
-        island: this one, in [0, islands).
-        start: the mix to begin with.
-
-    Raises:
-        DataError: a mix of an unknown corpus or with unusable weights, or no mix of the name ``start``.
-    """
-
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        mixes: Mapping[str, Mapping[str, float]],
-        seed: int,
-        islands: int = 1,
-        island: int = 0,
-        start: str = "stable",
-    ) -> None:
-        if not 0 <= island < islands:
-            raise DataError("island", f"a number in [0, {islands})", island)
-        for name, weights in mixes.items():
-            if unknown := sorted(set(weights) - set(sizes)):
-                raise DataError(
-                    f"data.mixes.{name}",
-                    f"corpora among {sorted(sizes)}",
-                    unknown,
-                    "Add them to data.corpora or take them out of the mix.",
-                )
-        self._sizes = dict(sizes)
-        self._weights = {name: {c: float(w) for c, w in weights.items()} for name, weights in mixes.items()}
-        self._mixes = {name: Mix(name, weights) for name, weights in mixes.items()}
-        self._seed = seed
-        self._islands = islands
-        self._island = island
-        self._phases: list[_Phase] = []
-        self._begin(0, start, Counter())
-
-    @property
-    def history(self) -> list[tuple[int, str]]:
-        """(first sample, mix) of every phase so far."""
-        return [(phase.start, phase.name) for phase in self._phases]
-
-    def switch(self, k: int, mix: str) -> None:
-        """Uses ``mix`` from the island's sample ``k`` on. To the mix already in use: changes nothing.
-
-        Raises:
-            DataError: an unknown mix, or ``k`` before the last switch.
-        """
-        last = self._phases[-1]
-        if mix == last.name:
-            return
-        if k < last.start:
-            raise DataError(
-                "data.mixes",
-                f"a switch at sample {last.start} or later",
-                f"a switch to {mix!r} at sample {k}",
-                f"The mix {last.name!r} began there; a switch cannot be put before it.",
-            )
-        self._begin(k, mix, last.taken + self._mixes[last.name].before(k - last.start))
-
-    def locate(self, k: int) -> tuple[str, int]:
-        """Corpus and training sample, in [0, N), of the island's sample ``k``; k from 0, in any order."""
-        if k < 0:
-            raise IndexError(f"sample {k}")
-        phase = self._phases[bisect_right(self._phases, k, key=lambda p: p.start) - 1]
-        corpus, drawn = self._mixes[phase.name].at(k - phase.start)
-        number = (phase.taken[corpus] + drawn) * self._islands + self._island
-        epoch, position = divmod(number, self._sizes[corpus])
-        return corpus, permuted(position, self._sizes[corpus], _epoch_keys(self._seed, corpus, epoch))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything ``locate`` depends on but the island, json-able; the position is the caller's k."""
-        return {
-            "format": _STATE_FORMAT,
-            "seed": self._seed,
-            "islands": self._islands,
-            "sizes": dict(self._sizes),
-            "mixes": {name: dict(weights) for name, weights in self._weights.items()},
-            "history": [list(entry) for entry in self.history],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the switches of ``state``, which may come from any island of the run.
-
-        Loading twice is loading once; on error nothing is changed. Corpora and mixes that were not there when
-        the state was saved, as a branch may bring, are fine.
-
-        Raises:
-            DataError: another seed, number of islands, corpus size or mix than this sampler was given: its
-                samples would be others. The message holds a table of both.
-        """
-        given = self.state_dict()
-        for key in ("sizes", "mixes"):
-            saved = state.get(key)
-            if isinstance(saved, Mapping):
-                given[key] = {name: value for name, value in given[key].items() if name in saved}
-        rows = [
-            (key, state.get(key), given[key])
-            for key in ("format", "seed", "islands", "sizes", "mixes")
-            if state.get(key) != given[key]
-        ]
-        if rows:
-            table = "".join(f"\n  {key:<8} saved {saved}\n  {'':<8} given {new}" for key, saved, new in rows)
-            raise DataError(
-                "data",
-                "the corpora, mixes and seed of the checkpoint",
-                f"other {', '.join(key for key, _, _ in rows)}",
-                f"Give the saved ones, or start a new run.{table}",
-            )
-        before, self._phases = self._phases, []
-        try:
-            (start, name), *switches = state["history"]
-            self._begin(start, name, Counter())
-            for k, mix in switches:
-                self.switch(k, mix)
-        except BaseException:
-            self._phases = before
-            raise
-
-    def _begin(self, k: int, mix: str, taken: Counter[str]) -> None:
-        if mix not in self._mixes:
-            raise DataError("data.mixes", f"one of {sorted(self._mixes)}", mix, "Define this mix.")
-        self._phases.append(_Phase(k, mix, taken))

@@ -1,8 +1,10 @@
-"""The main job in small through the real launcher: resume to the bit, a killed island, wrong input."""
+"""The main job in small through the real launcher: resume to the bit, killed islands, branches, bad input."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from megatron_wsd.data.sampler import MixSampler
 
 pytestmark = pytest.mark.launch
 
@@ -62,13 +66,24 @@ def config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def command(what: str, path: Path, run: Path, *more: str) -> list[str]:
-    base = [sys.executable, "-m", "megatron_wsd", what, "--islands", "2", "--ranks", "2"]
+def command(what: str, path: Path, run: Path, *more: str, islands: int = 2) -> list[str]:
+    base = [sys.executable, "-m", "megatron_wsd", what, "--islands", str(islands), "--ranks", "2"]
     return [*base, "--config", str(path), "--run-dir", str(run), *more]
 
 
-def run_job(path: Path, run: Path, *more: str) -> str:
-    done = subprocess.run(command("launch", path, run, *more), capture_output=True, text=True, timeout=400)
+def run_job(path: Path, run: Path, *more: str, islands: int = 2) -> str:
+    line = command("launch", path, run, *more, islands=islands)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def say(*words: object) -> str:
+    """A ``megatron-wsd`` command that must go well."""
+    line = [sys.executable, "-m", "megatron_wsd", *map(str, words)]
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -281,3 +296,95 @@ def test_killed_island_comes_back_and_a_decay_begins_by_command(tmp_path: Path) 
         assert records(run, island, "event")[-1]["event"] == "finish"
     for island in range(2):
         assert not ranks_of(run, island)
+
+    _branches_end_and_leave_their_parent_alone(path, run, start, tmp_path)
+
+
+def _branches_end_and_leave_their_parent_alone(path: Path, run: Path, start: int, folder: Path) -> None:
+    """Two branches off one stable checkpoint, with other data; one of them with other numbers of islands."""
+    steps = [{int(p.name[5:]) for p in run.glob(f"island_{i}/checkpoints/step_*")} for i in range(2)]
+    step = max(n for n in set.intersection(*steps) if n < start)
+    before = digests(run)
+    raw = json.loads((run / "config.json").read_text())
+    raw["megatron_wsd"]["data"]["mixes"]["even"] = {"high_quality": 0.5, "broad": 0.5}
+    (more := folder / "more.json").write_text(json.dumps(raw))
+    late, even = folder / "late", folder / "even"
+    flags = ("--decay-steps", 6, "--shape", "linear")
+    say("branch", f"{run}@{step}", "--name", "late", *flags, "--data-mix", "late", "--run-dir", late)
+    say(
+        "branch",
+        f"{run}@{step}",
+        "--name",
+        "even",
+        *flags,
+        "--data-mix",
+        "even",
+        "--run-dir",
+        even,
+        "--config",
+        more,
+    )
+    refused = subprocess.run(
+        command("launch", path, even, "--resume"), capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 2 and "data.mixes.even" in refused.stderr, refused.stderr
+
+    told = run_job(even / "config.json", even, "--resume")
+    assert f"decay of 6 steps (linear) from step {step}" in told
+    # The other goes on with one island, stops in the middle of a period, and goes on with two.
+    told = run_job(path, late, "--resume", "--steps", str(step + 2), islands=1)
+    assert f"islands 2 -> 1 from step {step}: global batch 16 -> 8 samples, 512 -> 256 tokens a step" in told
+    told = run_job(late / "config.json", late, "--resume")
+    assert f"islands 1 -> 2 from step {step + 2}: global batch 8 -> 16 samples" in told
+    assert {k: v for k, v in digests(run).items() if not k.startswith("branches/")} == before
+
+    end = step + 6
+    for branch, mix in ((even, "even"), (late, "late")):
+        for island in range(2):
+            assert records(branch, island, "event")[-1]["event"] == "finish"
+            mixes = [e for e in records(branch, island, "event") if e["event"] == "mix"]
+            assert len(mixes) == 1 and repr(mix) in mixes[0]["message"]
+        last = [records(branch, i, "round")[-1] for i in range(2)]
+        assert last[0]["digest"] == last[1]["digest"] and last[0]["step"] == last[1]["step"] == end
+        assert last[0]["contributors"] == [0, 1]
+        rates = {r["step"]: r["lr"] for r in records(branch, 0, "step")}
+        assert sorted(rates) == list(range(step + 1, end + 1))
+        assert [rates[step + k] for k in range(1, 7)] == pytest.approx([2e-3 * (1 - k / 6) for k in range(6)])
+
+    # Of each corpus every number was drawn once, by whichever island under whichever number of them.
+    manifest = late / "island_0" / "checkpoints" / f"step_{end:08d}" / "checkpoint.json"
+    state = json.loads(manifest.read_text())["sampler"]
+    drawn: dict[str, list[int]] = {}
+    for island, parts in enumerate(([(0, end)], [(0, step), (step + 2, end)])):
+        sampler = MixSampler.from_state(state, island)
+        for k in (k for first, last in parts for k in range(8 * first, 8 * last)):
+            corpus, number = sampler.number(k)
+            drawn.setdefault(corpus, []).append(number)
+    assert sorted(drawn) == ["broad", "high_quality"]
+    assert all(sorted(numbers) == list(range(len(numbers))) for numbers in drawn.values())
+
+    # What was consumed, beside what the parent had consumed until then.
+    say("report", late)
+    data = {run.name: json.loads((run / "summary.json").read_text())["data"] for run in (late, even)}
+    samples = {name: part["own"]["all"]["corpora"] for name, part in data.items()}
+    assert samples["late"]["high_quality"]["samples"] == 8 * (6 + 4)
+    assert samples["even"]["high_quality"]["samples"] == samples["even"]["broad"]["samples"] == 8 * 6
+    assert data["even"]["own"]["islands"]["1"]["corpora"]["broad"]["tokens"] == 8 * 3 * 32
+    assert data["late"]["inherited"] == data["even"]["inherited"]
+    assert list(data["late"]["inherited"]["all"]["mixes"]) == ["stable"]
+    parent = json.loads(
+        (run / "island_0" / "checkpoints" / f"step_{step:08d}" / "checkpoint.json").read_text()
+    )
+    assert data["late"]["inherited"]["all"]["corpora"]["broad"]["tokens"] == parent["tokens"]
+
+    tree = say("lineage", late)
+    for name, last_step in (("run", start + 6), (f"late @{step}", end), (f"even @{step}", end)):
+        assert f"{name}: step {last_step}, " in tree, tree
+    assert tree.count("loss of the anchor: broad ") == 3
+    assert tree.count(f"decay {step + 1}-{end}") == 2
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every file of a folder."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}

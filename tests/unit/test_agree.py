@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from island_reports import report
 
-from megatron_wsd.config import OuterConfig, parse_config
 from megatron_wsd.diloco.agree import Report, combine_digests, decide, to_int64
-from megatron_wsd.diloco.merge import age_gate, merge_coefficients, rate_scale
 from megatron_wsd.errors import ExchangeError, IslandError
-from megatron_wsd.optim.gate import staleness_gate
-
-
-def report(island: int, **changes: int) -> Report:
-    base = Report(
-        island=island,
-        outer_step=5,
-        digest=111,
-        config=7,
-        data=3,
-        ranks=2,
-        settled=1,
-        contributes=1,
-        finite=1,
-        base=5,
-        steps=10,
-        tokens=100,
-        inner_step=60,
-    )
-    return replace(base, **changes)
 
 
 def test_report_survives_the_wire() -> None:
@@ -110,6 +88,7 @@ def test_torn_island_never_leads() -> None:
         ({"config": 8}, "the same config"),
         ({"data": 8}, "the same corpora"),
         ({"ranks": 4}, "equally many ranks"),
+        ({"plan": 8}, "the same fragments"),
         ({"protocol": 99}, "the same version"),
     ],
 )
@@ -126,9 +105,9 @@ def test_different_initial_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"config": 8}, {"data": 8}, {"ranks": 4}, {"protocol": 99}, {"island": 1}]
+    "changes", [{"config": 8}, {"data": 8}, {"ranks": 4}, {"plan": 8}, {"protocol": 99}, {"island": 1}]
 )
-def test_a_newcomer_that_does_not_fit_costs_a_round_and_ends_itself(changes: dict[str, int]) -> None:
+def test_a_newcomer_that_does_not_fit_costs_a_round_and_ends_itself(changes: dict[str, Any]) -> None:
     newcomer = {"settled": 0, "contributes": 0, "outer_step": 0, "base": 0}
     quorum = [replace(report(0, **newcomer), **changes), report(1), report(2)]
     with pytest.raises(ExchangeError, match="just been started does not fit"):
@@ -147,54 +126,3 @@ def test_combined_digest_depends_on_every_rank_and_their_order() -> None:
     assert combine_digests([1, 2]) != combine_digests([1, 3])
     assert combine_digests([-1]) == combine_digests([2**64 - 1])
     assert 0 <= combine_digests([2**64 - 1, 5]) < 2**63
-
-
-def test_merge_divides_by_the_weights_without_the_gates() -> None:
-    # tests/cases/first_round.json, "two_ages": (0.2 gate(0) + 0.4 gate(8)) / 2
-    cgad = OuterConfig()
-    c = merge_coefficients([age_gate(cgad, 0), age_gate(cgad, 8)], [1.0, 1.0])
-    assert 0.2 * c[0] + 0.4 * c[1] == pytest.approx(0.1344658914966628, abs=1e-15)
-    weighted = merge_coefficients([age_gate(cgad, 0), age_gate(cgad, 4)], [3.0, 1.0])
-    assert weighted == pytest.approx([0.75, 0.25 * staleness_gate(4)], abs=1e-15)
-
-
-def test_each_outer_optimizer_has_its_own_view_of_age() -> None:
-    ages = (0, 8, 40)
-    assert [age_gate(OuterConfig(optimizer="cgad"), t) for t in ages] == [1.0, staleness_gate(8), 0.0]
-    exponential = [age_gate(OuterConfig(optimizer="adam_decay"), t) for t in ages]
-    assert exponential == pytest.approx([1.0, math.exp(-1.6), math.exp(-8.0)], rel=1e-15)
-    for name in ("adam", "sgd", "nesterov"):
-        assert [age_gate(OuterConfig(optimizer=name), t) for t in ages] == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner_step", "contributors", "expected"),
-    [
-        ({}, 100, 2, 1.0),
-        ({}, 100, 1, 0.5),
-        ({"participation": False}, 100, 1, 1.0),
-        ({}, 270, 2, 1.0),  # its 10 steps began at 260, where the decay begins
-        ({}, 290, 2, 0.5 + 0.5 * 0.5),  # linear to a half: at step 280, half-way
-        ({}, 290, 1, 0.375),
-        ({"lr_schedule": "constant"}, 290, 2, 1.0),
-        ({"lr_schedule": {"warmup_steps": 200}}, 110, 2, 0.5),  # its own warm-up, at step 100
-        ({"lr_schedule": {"warmup_steps": 200}}, 290, 1, 0.5),
-        ({"optimizer": "adam"}, 290, 2, 0.75),
-        ({"optimizer": "sgd"}, 290, 2, 1.0),  # SGD's steps shrink by themselves
-        ({"optimizer": "nesterov"}, 290, 2, 1.0),
-        ({"optimizer": "sgd", "lr_schedule": {"warmup_steps": 200}}, 110, 2, 0.5),
-    ],
-)
-def test_outer_rate_follows_its_schedule_and_the_share(
-    outer: dict[str, Any], inner_step: int, contributors: int, expected: float
-) -> None:
-    decay = {"decay_start": 260, "decay_steps": 40, "decay_shape": "linear", "min_lr_ratio": 0.5}
-    raw = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "scheduler": {"type": "WSD", "params": {"warmup_steps": 20, **decay}},
-        "megatron_wsd": {"outer": outer},
-    }
-    reports = [report(i, inner_step=inner_step, contributes=int(i < contributors)) for i in range(2)]
-    config = parse_config(raw)
-    assert rate_scale(config, config.schedule, decide(reports)) == pytest.approx(expected, rel=1e-12)

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from outer_states import advance, config_of, state_of
 from safetensors.torch import load_file, save_file
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
 from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
-from megatron_wsd.config import parse_config
-from megatron_wsd.diloco.round import OuterState
+from megatron_wsd.config import Config
+from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.errors import CheckpointError
-from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key
-from megatron_wsd.optim.outer import OuterHyper, make_outer
+
+FRAGMENTS = (("a.weight", "b.weight"), ("d.weight",))
 
 
 class OneRank:
@@ -38,46 +39,53 @@ class TwoRanks(OneRank):
         return [values, values]
 
 
-def config(**outer: Any) -> Any:
-    raw = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "megatron_wsd": {"outer": {"optimizer": "cgad", **outer}},
-    }
-    return parse_config(raw)
+def config(**outer: Any) -> Config:
+    return config_of(outer=outer, sync={"wire": "int8"})
 
 
-def state(names: tuple[str, ...] = ("a.weight", "b.weight"), numel: int = 5000, steps: int = 3) -> OuterState:
-    """Some steps in, with 8-bit and fp32 moments."""
-    layout = FlatLayout([Segment(n, parameter_key(n), numel, 0, i == 0) for i, n in enumerate(names)])
-    g = torch.Generator().manual_seed(5)
-    made = OuterState(layout, torch.zeros(layout.total), make_outer("cgad", layout, OuterHyper(lr=1e-2)))
-    for step in range(steps):
-        merged = torch.zeros(layout.total)
-        for view in layout.views(merged):
-            view.copy_(torch.randn(view.numel(), generator=g))
-        made.optimizer.step(made.anchor, merged)
-        made.outer_step, made.tokens, made.inner_step = step + 1, 100 * (step + 1), 10 * (step + 1)
-    return made
+def errors(numel: int = 300, value: float = 0.0) -> dict[str, torch.Tensor]:
+    """What encoded contributions have left out."""
+    return {"0.error": torch.full((numel,), value), "1.error": torch.full((2,), value)}
+
+
+def save(folder: Path, state: OuterState, conf: Config, own: dict[str, torch.Tensor]) -> None:
+    save_outer(folder, state, conf, OneRank(), {"steps_since_base": 4}, own)  # type: ignore[arg-type]
+
+
+def load(
+    folder: Path,
+    state: OuterState,
+    conf: Config | None = None,
+    group: OneRank | None = None,
+    own: dict[str, torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    own = errors() if own is None else own
+    return load_outer(folder, state, conf or config(), group or OneRank(), own)  # type: ignore[arg-type]
 
 
 def saved(folder: Path) -> OuterState:
-    made = state()
-    save_outer(folder, made, config(), OneRank(), {"steps_since_base": 4})  # type: ignore[arg-type]
+    """With two orders, and two fragments that stand at different versions."""
+    made = state_of(*FRAGMENTS)
+    advance(made.fragments[1], 77)
+    made.outer_step += 1
+    made.orders = [{"number": 3, "kind": "decay", "step": 20}, {"number": 4, "step": 30, "refused": "late"}]
+    save(folder, made, config(), errors(value=0.125))
     return made
 
 
 def test_outer_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     made = saved(tmp_path / "outer")
-    again = state(steps=0)
+    again, left = state_of(*FRAGMENTS, steps=0), errors()
     assert again.digest() != made.digest()
-    extra = load_outer(tmp_path / "outer", again, config(), OneRank())  # type: ignore[arg-type]
+    extra = load(tmp_path / "outer", again, own=left)
     assert extra == {"steps_since_base": 4}
+    assert all(torch.equal(left[name], tensor) for name, tensor in errors(value=0.125).items())
     assert again.digest() == made.digest() and again.counters() == made.counters()
     for name, tensor in made.tensors().items():
         assert torch.equal(tensor, again.tensors()[name]) and tensor.dtype == again.tensors()[name].dtype
+    assert again.counter_digest() == made.counter_digest()
     once = again.digest()
-    load_outer(tmp_path / "outer", again, config(), OneRank())  # type: ignore[arg-type]
+    load(tmp_path / "outer", again)
     assert again.digest() == once
     assert not list((tmp_path / "outer").glob("*.part"))
 
@@ -85,8 +93,11 @@ def test_outer_state_comes_back_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "word"),
     [
-        ({"names": ("a.weight", "c.weight")}, "another model"),
-        ({"names": ("a.weight",)}, "another model"),
+        ({"fragments": (("a.weight", "c.weight"), ("d.weight",))}, "another model"),
+        ({"fragments": (("a.weight", "b.weight"),)}, "another model"),
+        ({"fragments": (("a.weight",), ("b.weight",), ("d.weight",))}, "another model"),
+        ({"fragments": (("a.weight",), ("b.weight", "d.weight"))}, "another model"),  # other fragments
+        ({"fragments": (("a.weight", "b.weight", "d.weight"),)}, "another model"),
         ({"numel": 4999}, "another model"),
     ],
 )
@@ -94,11 +105,16 @@ def test_state_of_another_model_is_refused_and_changes_nothing(
     tmp_path: Path, other: dict[str, Any], word: str
 ) -> None:
     saved(tmp_path / "outer")
-    mine = state(steps=0, **other)
-    before = mine.digest()
+    mine, left = (
+        state_of(*other.get("fragments", FRAGMENTS), numel=other.get("numel", 5000), steps=0),
+        errors(),
+    )
+    before, counters = mine.digest(), mine.counters()
     with pytest.raises(CheckpointError, match=word):
-        load_outer(tmp_path / "outer", mine, config(), OneRank())  # type: ignore[arg-type]
-    assert mine.digest() == before
+        load(tmp_path / "outer", mine, own=left)
+    mine.forget_digest()
+    assert mine.digest() == before and mine.counters() == counters
+    assert not any(tensor.any() for tensor in left.values())
 
 
 def test_other_ranks_optimizer_or_bits_are_refused(tmp_path: Path) -> None:
@@ -107,30 +123,52 @@ def test_other_ranks_optimizer_or_bits_are_refused(tmp_path: Path) -> None:
         (config(), TwoRanks(), "ranks"),
         (config(optimizer="nesterov"), OneRank(), "optimizer"),
         (config(state_bits=32), OneRank(), "state_bits"),
+        (config(anchor_dtype="bf16"), OneRank(), "anchor_dtype"),
+        (config_of(sync={"wire": "bf16"}), OneRank(), "wire"),
     ):
         with pytest.raises(CheckpointError, match=word):
-            load_outer(tmp_path / "outer", state(steps=0), conf, group)  # type: ignore[arg-type]
+            load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0), conf, group)
 
 
-def test_damage_is_noticed(tmp_path: Path) -> None:
+def test_errors_that_were_fed_back_elsewhere_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "outer")
+    for own, word in (
+        ({}, "another run"),
+        ({**errors(), "2.error": torch.zeros(2)}, "another run"),
+        (errors(numel=299), "another config"),
+        ({name: tensor.double() for name, tensor in errors().items()}, "another config"),
+    ):
+        with pytest.raises(CheckpointError, match=word):
+            load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0), own=own)
+
+
+def test_without_errors_to_feed_back_there_are_none(tmp_path: Path) -> None:
+    made, again = state_of(steps=2), state_of(steps=0)
+    save(tmp_path / "outer", made, config_of(), {})
+    load(tmp_path / "outer", again, config_of(), own={})
+    assert again.digest() == made.digest() and again.counters() == made.counters()
+
+
+@pytest.mark.parametrize("damaged", ["0.anchor", "1.anchor", "0.m", "1.r_codes", "1.s_scale"])
+def test_damage_is_noticed(tmp_path: Path, damaged: str) -> None:
     saved(tmp_path / "outer")
     file = tmp_path / "outer" / "outer_rank00000.safetensors"
     tensors = load_file(file)
-    tensors["anchor"][7] += 1.0
+    tensors[damaged].view(-1)[7:8].view(torch.uint8)[0] ^= 1
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as f:
         metadata = f.metadata()
     save_file(tensors, str(file), metadata=metadata)
     with pytest.raises(CheckpointError, match="damaged"):
-        load_outer(tmp_path / "outer", state(steps=0), config(), OneRank())  # type: ignore[arg-type]
+        load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0))
 
 
 def test_without_its_manifest_it_is_torn(tmp_path: Path) -> None:
     saved(tmp_path / "outer")
     (tmp_path / "outer" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="not written to its end"):
-        load_outer(tmp_path / "outer", state(steps=0), config(), OneRank())  # type: ignore[arg-type]
+        load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0))
 
 
 def put(store: CheckpointStore, step: int, outer_step: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_wsd.cli.machine import (
     read_hostfile,
     tool,
 )
+from megatron_wsd.diloco.faults import fail
 from megatron_wsd.errors import ConfigError, IslandError
 
 
@@ -69,6 +71,21 @@ def test_every_rank_learns_its_island_and_cpu_ranks_share_the_cores(monkeypatch:
     assert island().environment("x:1")["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert island().environment("x:1")["OMP_NUM_THREADS"] == "3"
+
+
+def test_faults_reach_the_ranks_through_their_environment() -> None:
+    faults = (
+        fail(island=1, at="exchange", round=3, how="kill"),
+        fail(island=0, at="step", round=1, how="hang", rank=1),
+    )
+    text = "island=1 at=within_exchange round=3 how=kill"
+    other = "island=0 at=step round=1 how=hang rank=1"
+    assert island(inject=faults).environment("x:1")["MEGATRON_WSD_INJECT"] == f"{text}; {other}"
+    assert island(inject=faults).own_command()[-4:] == ["--inject", text, "--inject", other]
+    assert "MEGATRON_WSD_INJECT" not in island().environment("x:1")
+    for wrong, says in (({"island": 2}, "--inject island: expected 0 to 1, got 2"), ({"rank": 2}, "rank: ")):
+        with pytest.raises(ConfigError, match=says):
+            island(inject=(replace(faults[0], **wrong),))
 
 
 def test_on_gpus_the_named_devices_are_taken_and_nothing_is_set_for_the_cpu(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_wsd.data.loader import Corpora, HeldOut, TrainStream, open_corpora
-from megatron_wsd.data.mix import MixSampler
+from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import DataError
 
 SEQ, FRACTION = 8, 0.1

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wsd.data.mix import MIX_PERIOD, Mix, MixSampler, permuted, split_corpus
+from megatron_wsd.data.mix import MIX_PERIOD, Mix, permuted, split_corpus
+from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import DataError
 
 SIZES = {"broad": 700, "good": 90, "code": 313}

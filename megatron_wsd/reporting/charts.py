@@ -1,0 +1,357 @@
+"""The charts of a run's page: matplotlib draws SVG whose colours are the page's own variables."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from megatron_wsd.picture import _number, _smooth, _stretches
+from megatron_wsd.records import Record
+from megatron_wsd.reporting.facts import RunFacts, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SERIES = 8  # colours for islands and runs; from the ninth on lines are dashed
+
+# Colours that stand for variables of the style sheet: matplotlib knows no variables, and the page is light or
+# dark as its reader wants it.
+_INK, _MUTED, _GRID, _PAPER, _BAD = "#010000", "#020000", "#030000", "#040000", "#050000"
+_PHASES = {"warmup": "#060001", "stable": "#060002", "decay": "#060003", "done": "#060004"}
+_VARIABLES = {_INK: "ink", _MUTED: "muted", _GRID: "grid", _PAPER: "paper", _BAD: "bad"}
+_VARIABLES |= {colour: f"phase-{name}" for name, colour in _PHASES.items()}
+_VARIABLES |= {f"#07000{i}": f"series-{i}" for i in range(SERIES)}
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be read aloud, selected and searched
+    "text.parse_math": False,  # names of runs and corpora are not formulas
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    **dict.fromkeys(("text.color", "axes.titlecolor"), _INK),
+    **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _MUTED),
+    "grid.color": _GRID,
+}
+
+
+def series(index: int) -> dict[str, Any]:
+    """Colour and line style of an island or a run."""
+    return {"color": f"#07000{index % SERIES}", "linestyle": ("-", "--", ":")[index // SERIES % 3]}
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[Figure]:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)  # without pyplot no display is looked for and nothing is kept open
+        yield figure
+
+
+def _svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as ``<svg>`` for a page: ids of its own, colours by variable, a title to be read aloud."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'href="#', f'href="#{name}-', text)
+    text = re.sub(r"url\(#", f"url(#{name}-", text)
+    text = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", text)
+    head, _, rest = text.partition(">")
+    box = re.search(r'viewBox="[^"]*"', head)
+    assert box is not None
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening = f'<svg {namespaces} {box[0]} role="img" aria-labelledby="{name}-title">'
+    return f'{opening}<title id="{name}-title">{escape(title)}</title>{rest}'
+
+
+def _tokens_axis(axes: Axes, most: float) -> None:
+    """Tokens in thousands, millions, billions or trillions, with the unit in the label."""
+    scale, unit = next(
+        (
+            (s, u)
+            for s, u in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+            if most >= s
+        ),
+        (1.0, ""),
+    )
+    axes.set_xlim(0, max(most, 1.0) * 1.01)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / scale:g}")
+    axes.set_xlabel(f"tokens over all islands{', ' + unit if unit else ''}")
+
+
+def _byte_scale(most: float) -> tuple[float, str]:
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((size, unit) for size, unit in units if most >= size), (1.0, "bytes"))
+
+
+def _time_scale(most: float) -> tuple[float, str]:
+    units = ((86400.0 * 2, 86400.0, "days"), (7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"))
+    return next(((size, unit) for least, size, unit in units if most >= least), (1.0, "seconds"))
+
+
+def loss_and_rate(run: RunFacts) -> str:
+    """Training and anchor loss by tokens, with phases and numbered decisions, over the learning rate."""
+    most = max((run.tokens(r["step"]) for steps in run.steps.values() for r in steps), default=1.0)
+    with _figure(9.6, 6.2) as figure:
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1.3))
+        for axes in (loss, rate):
+            for name, left, right in run.phases:
+                axes.axvspan(left, right, color=_PHASES.get(name, _PHASES["done"]), linewidth=0, zorder=0)
+        for i, (island, steps) in enumerate(run.steps.items()):
+            _draw_training(loss, run, steps, series(i), f"island {island}, training")
+        _draw_anchor(loss, run)
+        _mark_decisions(loss, run, most)
+        loss.set_title("Loss, nats a token", pad=24 if run.decisions else 8)
+        loss.set_ylabel("nats a token")
+        longest = max(run.steps.values(), key=len, default=[])
+        points = [(run.tokens(r["step"]), float(r["lr"])) for r in longest]
+        rate.plot(*_xy(points), color=_INK, linewidth=1.5)
+        rate.set_ylim(bottom=0)
+        rate.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        rate.set_title("Learning rate of the inner steps; shaded by phase")
+        rate.set_ylabel("rate")
+        _tokens_axis(rate, most)
+        handles, labels = loss.get_legend_handles_labels()
+        shades, names = _phase_handles(run)
+        figure.legend([*handles, *shades], [*labels, *names], loc="outside lower left", ncols=3)
+        return _svg(figure, "loss", f"Loss and learning rate of {run.name} by tokens")
+
+
+def _phase_handles(run: RunFacts) -> tuple[list[Any], list[str]]:
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(name for name, _, _ in run.phases))
+    edge: dict[str, Any] = {"edgecolor": _MUTED, "linewidth": 0.4}
+    return [Patch(facecolor=_PHASES.get(n, _PHASES["done"]), **edge) for n in names], names
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _draw_training(axes: Axes, run: RunFacts, steps: list[Record], style: dict[str, Any], name: str) -> None:
+    label: str | None = name
+    window = max(3, len(steps) // 20)
+    for part in _stretches(steps):
+        x, y = [run.tokens(r["step"]) for r in part], [_number(r["loss"]) for r in part]
+        raw = thinned(list(zip(x, y, strict=True)))
+        smooth = thinned(list(zip(x, _smooth(y, window), strict=True)))
+        axes.plot(*_xy(raw), **style, alpha=0.3, linewidth=0.8)
+        axes.plot(*_xy(smooth), **style, linewidth=1.7, label=label)
+        label = None
+
+
+def _anchor_points(run: RunFacts) -> dict[str, list[tuple[float, float]]]:
+    """(tokens, loss) of the validations of the anchor by corpus; every island validates the same one."""
+    found: dict[str, dict[int, float]] = {}
+    for records in run.islands.values():
+        for record in records:
+            if record["kind"] == "eval" and record["target"] == "anchor":
+                found.setdefault(record["corpus"], {})[record["step"]] = _number(record["loss"])
+    return {c: [(run.tokens(s), v) for s, v in sorted(p.items())] for c, p in sorted(found.items())}
+
+
+def _draw_anchor(axes: Axes, run: RunFacts) -> None:
+    for i, (corpus, points) in enumerate(_anchor_points(run).items()):
+        look: dict[str, Any] = {
+            "color": _INK,
+            "marker": "osD^vP"[i % 6],
+            "markersize": 4.5,
+            "linewidth": 0.8,
+            "linestyle": ":",
+        }
+        look |= {"markerfacecolor": _PAPER} if i % 2 else {}
+        axes.plot(*_xy(thinned(points, 200)), **look, label=f"anchor, validation on {corpus}")
+
+
+def _mark_decisions(axes: Axes, run: RunFacts, most: float) -> None:
+    """Upright lines with the numbers of the decisions above the axes; close ones share a number's place."""
+    groups: list[tuple[float, list[int]]] = []
+    for number, decision in enumerate(run.decisions, 1):
+        at = run.tokens(decision.step)
+        axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        if groups and at - groups[-1][0] < 0.035 * most:
+            groups[-1][1].append(number)
+        else:
+            groups.append((at, [number]))
+    for at, numbers in groups:
+        text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        box: dict[str, Any] = {
+            "boxstyle": "round,pad=0.25",
+            "facecolor": _PAPER,
+            "edgecolor": _INK,
+            "linewidth": 0.8,
+        }
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(text, (at, 1.0), (0, 9), **place, ha="center", va="center", fontsize=9, bbox=box)
+
+
+def presence(run: RunFacts) -> str:
+    """A row for each island: when it trained, and where it was gone, void, healed or started again."""
+    from matplotlib.lines import Line2D
+
+    marks: dict[str, dict[str, Any]] = {
+        "round void": {"marker": "x", "color": _BAD, "markersize": 7, "markeredgewidth": 1.8},
+        "contribution dropped": {"marker": "D", "color": _BAD, "markersize": 5},
+        "started again": {"marker": "^", "color": _INK, "markersize": 7},
+        "healed": {"marker": "o", "color": _INK, "markersize": 6, "markerfacecolor": "none"},
+    }
+    aside = {"started again": 0.3, "healed": -0.3}  # the two come together
+    most = max((run.tokens(r["step"]) for steps in run.steps.values() for r in steps), default=1.0)
+    rows = {island: row for row, island in enumerate(run.islands)}
+    with _figure(9.6, 1.5 + 0.5 * len(rows)) as figure:
+        axes = figure.subplots()
+        for island, row in rows.items():
+            for part in _stretches(run.steps[island]):
+                span = [run.tokens(part[0]["step"]), run.tokens(part[-1]["step"])]
+                style = series(row) | {"linestyle": "-"}
+                axes.plot(span, [row, row], **style, linewidth=7, alpha=0.55, solid_capstyle="butt")
+        used: dict[str, Any] = {}
+        for fault in run.faults:
+            if (look := marks.get(fault.what)) is not None and fault.island in rows:
+                at = run.tokens_at(fault.seconds)
+                y = rows[fault.island] + aside.get(fault.what, 0.0)
+                axes.plot([at], [y], linestyle="none", clip_on=False, **look)
+                used[fault.what] = Line2D([], [], linestyle="none", **look)
+        axes.set_yticks(range(len(rows)), [f"island {i}" for i in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_title("Islands at work, and what befell them, by tokens")
+        _tokens_axis(axes, most)
+        if used:
+            figure.legend(list(used.values()), list(used), loc="outside lower left", ncols=len(used))
+        return _svg(figure, "presence", f"When each island of {run.name} trained, and its faults")
+
+
+def staleness(run: RunFacts) -> str:
+    """How old contributions were, and what the gate made of them, for each island."""
+    with _figure(9.6, 3.1) as figure:
+        ages, gates = figure.subplots(1, 2)
+        oldest = max((max(counts) for counts in run.staleness.values()), default=0)
+        width = 0.8 / max(1, len(run.staleness))
+        for i, (island, counts) in enumerate(run.staleness.items()):
+            at = [age - 0.4 + width * (i + 0.5) for age in range(oldest + 1)]
+            style: dict[str, Any] = {"color": series(i)["color"], "label": f"island {island}"}
+            ages.bar(at, [counts[age] for age in range(oldest + 1)], width * 0.92, **style)
+        ages.set_xlim(-0.7, max(oldest, 4) + 0.7)
+        ages.xaxis.get_major_locator().set_params(integer=True)
+        ages.yaxis.get_major_locator().set_params(integer=True)
+        ages.grid(axis="x", visible=False)
+        ages.set_title("Staleness, outer rounds")
+        ages.set_xlabel("age of a contribution, outer rounds")
+        ages.set_ylabel("contributions")
+        for i, (_, points) in enumerate(run.gates.items()):
+            thin = thinned([(float(k), gate) for k, gate in points], 300)
+            # Equal gates lie on each other: ever smaller marks let all islands be seen.
+            look: dict[str, Any] = {"marker": "o", "markersize": max(2.0, 6.5 - 1.5 * i), "linewidth": 0.8}
+            gates.plot(*_xy(thin), **series(i), **look, alpha=0.9)
+        gates.set_ylim(-0.04, 1.08)
+        gates.set_title("Staleness gate, 0 to 1")
+        gates.set_xlabel("outer round")
+        gates.set_ylabel("gate")
+        handles, labels = ages.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower left", ncols=6)
+        return _svg(figure, "staleness", f"Staleness and gates of the contributions in {run.name}")
+
+
+def exchange(run: RunFacts) -> str:
+    """Bytes by wall time, and how long each round took."""
+    span = max((r["time"] for rounds in run.rounds.values() for r in rounds), default=run.begun) - run.begun
+    scale, unit = _time_scale(span)
+    with _figure(9.6, 3.1) as figure:
+        moved, lasted = figure.subplots(1, 2)
+        total = max((i["bytes_exchanged"] for i in run.summary["islands"]), default=0)
+        size, name = _byte_scale(total)
+        for i, (island, rounds) in enumerate(run.rounds.items()):
+            points, sum_ = [(0.0, 0.0)], 0.0
+            for record in sorted(rounds, key=lambda r: r["time"]):
+                sum_ += record.get("island_bytes") or 0
+                points.append(((record["time"] - run.begun) / scale, sum_ / size))
+            # Islands that exchange alike lie on each other: the first is the widest.
+            look: dict[str, Any] = {"linewidth": max(1.2, 3.6 - 1.2 * i), "drawstyle": "steps-post"}
+            moved.plot(*_xy(points), **series(i), **look, label=f"island {island}")
+            each = [((r["time"] - run.begun) / scale, r["seconds"]) for r in rounds if r.get("seconds")]
+            style: dict[str, Any] = {
+                "color": series(i)["color"],
+                "marker": "o",
+                "markersize": max(2.0, 4.5 - i),
+            }
+            lasted.plot(*_xy(each), linestyle="none", **style, alpha=0.8)
+        moved.set_ylim(bottom=0)
+        moved.set_title(f"Exchanged in all, {name}")
+        moved.set_ylabel(f"{name}, sent and received")
+        lasted.set_title("Duration of outer rounds, seconds")
+        lasted.set_ylabel("seconds")
+        if any(line.get_ydata().size for line in lasted.get_lines()):
+            lasted.set_yscale("log")
+            lasted.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        for axes in (moved, lasted):
+            axes.set_xlabel(f"wall time, {unit}")
+        handles, labels = moved.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=6)
+        return _svg(figure, "exchange", f"Bytes exchanged and duration of rounds in {run.name}")
+
+
+def comparison(runs: Sequence[RunFacts]) -> str:
+    """Training loss, mean over islands, and the anchor's, by tokens, a colour a run."""
+    most = max(
+        (run.tokens(r["step"]) for run in runs for steps in run.steps.values() for r in steps), default=1
+    )
+    with _figure(9.6, 4.6) as figure:
+        axes = figure.subplots()
+        for i, run in enumerate(runs):
+            points = _mean_loss(run)
+            x, y = _xy(points)
+            smooth = thinned(list(zip(x, _smooth(y, max(3, len(y) // 20)), strict=True)))
+            axes.plot(*_xy(smooth), **series(i), linewidth=1.7, label=f"{run.name}, training")
+            anchor = _anchor_points(run)
+            merged = [(p[0][0], sum(v for _, v in p) / len(p)) for p in zip(*anchor.values(), strict=False)]
+            if merged:
+                look: dict[str, Any] = {
+                    "marker": "o",
+                    "markersize": 4,
+                    "linestyle": "none",
+                    "color": series(i)["color"],
+                }
+                axes.plot(*_xy(thinned(merged, 200)), **look, label=f"{run.name}, anchor (mean of corpora)")
+        axes.set_title("Loss of the runs, nats a token")
+        axes.set_ylabel("nats a token")
+        _tokens_axis(axes, most)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2)
+        return _svg(figure, "comparison", "Loss of the compared runs by tokens")
+
+
+def _mean_loss(run: RunFacts) -> list[tuple[float, float]]:
+    by_step: dict[int, list[float]] = {}
+    for steps in run.steps.values():
+        for record in steps:
+            by_step.setdefault(record["step"], []).append(_number(record["loss"]))
+    known = [(run.tokens(s), sum(v) / len(v)) for s, v in sorted(by_step.items())]
+    return [(tokens, loss) for tokens, loss in known if not math.isnan(loss)]

@@ -1,0 +1,395 @@
+"""The page of a run: one html file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import megatron_wsd
+from megatron_wsd.checkpoint.store import CheckpointStore
+from megatron_wsd.errors import ConfigError
+from megatron_wsd.lineage import children, root_of
+from megatron_wsd.records import island_folders
+from megatron_wsd.report import has_steps, human_bytes, summarise
+from megatron_wsd.reporting import charts
+from megatron_wsd.reporting.facts import RunFacts, differences
+from megatron_wsd.reporting.style import STYLE
+from megatron_wsd.rundir import RunDir
+
+_MOST_ROWS = 200  # of a table: a run that was void for a night makes no page of a night
+
+
+def write_page(run_dir: Path, out: Path, compare: Sequence[Path] = ()) -> None:
+    """Write the page of a run, perhaps beside others.
+
+    Args:
+        run_dir: the run folder.
+        out: the html file; its folder must be there.
+        compare: folders of other runs.
+
+    Raises:
+        ConfigError: in one of the folders no step is logged.
+    """
+    for folder in (run_dir, *compare):
+        if not has_steps(folder):
+            raise ConfigError("RUN", "a run folder in which steps are logged", f"{folder}, which has none")
+    text = page([RunFacts(Path(folder)) for folder in (run_dir, *compare)])
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(out)
+
+
+def page(runs: Sequence[RunFacts]) -> str:
+    """The page of the first run; the others are compared with it."""
+    run = runs[0]
+    parts = [
+        ("loss", "Loss and rate", _loss(run)),
+        ("islands", "Islands", _islands(run)),
+        ("staleness", "Staleness and gates", _staleness(run)),
+        ("exchange", "Bytes and utilisation", _exchange(run)),
+        ("faults", "Faults survived", _faults(run)),
+        ("data", "Data committed", _consumed(run)),
+        ("checkpoints", "Checkpoints and lineage", _checkpoints(run)),
+        ("compare", "Compared runs", _compare(runs) if len(runs) > 1 else ""),
+        ("config", "Config", _config(run)),
+    ]
+    parts = [part for part in parts if part[2]]
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in parts)
+    sections = "".join(f'<section id="{n}"><h2>{title}</h2>{body}</section>' for n, title, body in parts)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # The browser itself refuses to fetch anything.
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(run.name)} - megatron_wsd</title><style>{STYLE}</style></head><body><main>"
+        f"{_head(run)}<nav>{links}</nav>{sections}"
+        f'<p class="note">Written by megatron_wsd {megatron_wsd.__version__} on {_when(None)}.</p>'
+        "</main></body></html>\n"
+    )
+
+
+# ---- pieces ----
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", numbers: Sequence[int] = ()
+) -> str:
+    """A table; cells are escaped unless they are `_Html`, those of the columns ``numbers`` stand right."""
+
+    def cell(tag: str, i: int, value: Any) -> str:
+        text = value if isinstance(value, _Html) else escape(str(value))
+        scope = ' scope="col"' if tag == "th" else ""
+        right = ' class="n"' if i in numbers else ""
+        return f"<{tag}{scope}{right}>{text}</{tag}>"
+
+    top = "".join(cell("th", i, name) for i, name in enumerate(head))
+    body = "".join(
+        f"<tr>{''.join(cell('td', i, value) for i, value in enumerate(row))}</tr>"
+        for row in rows[:_MOST_ROWS]
+    )
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    more = f'<p class="note">and {len(rows) - _MOST_ROWS:,} more</p>' if len(rows) > _MOST_ROWS else ""
+    table = f"<table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>{more}'
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+class _Html(str):
+    """Text that is html already."""
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _when(stamp: float | None) -> str:
+    moment = datetime.now(timezone.utc) if stamp is None else datetime.fromtimestamp(stamp, timezone.utc)
+    return moment.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+# ---- sections ----
+
+
+def _head(run: RunFacts) -> str:
+    summary, about = run.summary, run.about
+    islands = len(summary["islands"])
+    parts = [f"{summary['parameters']:,} parameters"] if summary["parameters"] else []
+    ranks = f" of {about['ranks']} rank{'s' * (about['ranks'] != 1)}" if about.get("ranks") else ""
+    parts.append(f"{islands} island{'s' * (islands != 1)}{ranks}")
+    parts.append("asynchronous rounds" if run.asynchronous else "synchronous rounds")
+    parts += [f"begun {_when(run.begun)}"] if run.begun else []
+    void = max((i["rounds_void"] for i in summary["islands"]), default=0)
+    went = sum(f.count for f in run.faults if f.what == "island gone")
+    heals = sum(i["heals"] for i in summary["islands"])
+    ends = ", ".join(dict.fromkeys(_END.get(i["end"], i["end"]) for i in summary["islands"]))
+    kind = "of the anchor, mean over corpora" if summary["anchor"] else "of training"
+    tiles = [
+        ("Final loss", _number(run.loss), f"nats a token, {kind}"),
+        ("Tokens", f"{summary['tokens']:,}", "over all islands"),
+        ("Wall time", _duration(summary["wall_seconds"]), ends),
+        ("Outer rounds", f"{summary['rounds_committed']:,}", f"committed; {void:,} void"),
+        ("Exchanged", human_bytes(summary["bytes_exchanged"]), "all ranks, sent and received"),
+        (
+            "Utilisation",
+            "not stopped" if run.asynchronous else _percent(run.utilisation),
+            "training goes on in rounds" if run.asynchronous else "of the time not in rounds",
+        ),
+        ("Islands lost", f"{went:,}", f"and {heals:,} times healed"),
+    ]
+    cells = "".join(
+        f"<div><dt>{escape(n)}</dt><dd>{escape(v)}<small>{escape(s)}</small></dd></div>" for n, v, s in tiles
+    )
+    lead = escape(", ".join(parts))
+    return f'<h1>{escape(run.name)}</h1><p class="lead">{lead}</p><dl class="tiles">{cells}</dl>'
+
+
+_END = {"finish": "finished", "stop": "stopped and saved"}
+
+
+def _loss(run: RunFacts) -> str:
+    spans = ", ".join(f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in run.summary["phases"])
+    caption = f"Phases by inner step: {spans}. Thin lines are logged values, thick ones running means."
+    if run.decisions:
+        caption += " Numbers mark decisions, listed below."
+    rows = [
+        [number, decision.step, f"{run.tokens(decision.step):,.0f}", "; ".join(decision.texts)]
+        for number, decision in enumerate(run.decisions, 1)
+    ]
+    table = _table(["", "step", "tokens", "decision"], rows, "Decisions", (1, 2)) if rows else ""
+    anchor = [
+        [corpus, _number(a["loss"]), a["step"], _number(a["unigram_entropy"])]
+        for corpus, a in run.summary["anchor"].items()
+    ]
+    head = ["corpus", "loss, nats a token", "at step", "unigram entropy"]
+    last = _table(head, anchor, "Last validation of the anchor", (1, 2, 3)) if anchor else ""
+    return _figure(charts.loss_and_rate(run), caption) + table + last
+
+
+def _islands(run: RunFacts) -> str:
+    rows = []
+    for island in run.summary["islands"]:
+        start, end = island["loss_start"], island["loss_end"]
+        rows.append(
+            [
+                island["island"],
+                f"{island['last_step']:,}",
+                f"{_number(start)} to {_number(end)}",
+                island["rounds_committed"],
+                island["rounds_void"],
+                island["rounds_alone"],
+                island["heals"],
+                island["starts"],
+                _END.get(island["end"], island["end"]),
+            ]
+        )
+    head = ["island", "steps", "training loss", "rounds", "void", "alone", "healed", "starts", "end"]
+    return _table(head, rows, "", range(8))
+
+
+def _staleness(run: RunFacts) -> str:
+    if not run.staleness:
+        return "<p>No round has committed a contribution.</p>"
+    caption = (
+        "Age of contributions when they were merged, in outer rounds, and the staleness gate that each was "
+        "multiplied by."
+    )
+    if max(max(counts) for counts in run.staleness.values()) == 0:
+        caption += " All were of age 0, where the gate is 1 and CGAD is plain Adam."
+    rows = []
+    for island, counts in run.staleness.items():
+        count = sum(counts.values())
+        mean = sum(age * n for age, n in counts.items()) / count
+        gates = [gate for _, gate in run.gates.get(island, [])]
+        mean_gate = sum(gates) / len(gates) if gates else None
+        rows.append(
+            [island, count, f"{mean:.2f}", max(counts), _number(mean_gate), _number(min(gates, default=None))]
+        )
+    head = ["island", "contributions", "mean age", "oldest", "mean gate", "least gate"]
+    lags = [[i, len(v), f"{sum(v) / len(v):.2f}", max(v)] for i, v in run.lags.items()]
+    adopted = _table(
+        ["island", "adoptions", "mean lag", "largest"], lags, "Versions behind at adoption", range(4)
+    )
+    return (
+        _figure(charts.staleness(run), caption) + _table(head, rows, "", range(6)) + (adopted if lags else "")
+    )
+
+
+def _exchange(run: RunFacts) -> str:
+    rows = []
+    moved = {i["island"]: i["bytes_exchanged"] for i in run.summary["islands"]}
+    for island, time in run.times.items():
+        share = time.utilisation
+        bar = (
+            ""
+            if share is None or run.asynchronous
+            else f'<span class="bar"><span style="width:{100 * share:.1f}%"></span></span>'
+        )
+        told = "training goes on" if run.asynchronous else _percent(share)
+        rows.append(
+            [
+                island,
+                human_bytes(moved[island]),
+                _duration(time.up),
+                _duration(time.exchange),
+                _Html(bar + told),
+            ]
+        )
+    head = ["island", "exchanged", "time up", "in rounds", "utilisation"]
+    caption = (
+        "Time in rounds is exchange, merge, and waiting for slower islands; void rounds are part of it. "
+        + (
+            "Training goes on meanwhile in this mode."
+            if run.asynchronous
+            else "Utilisation is the share of the time up that was not spent in rounds."
+        )
+    )
+    return _figure(charts.exchange(run), caption) + _table(head, rows, "", (0, 1, 2, 3))
+
+
+def _faults(run: RunFacts) -> str:
+    caption = "A bar while the island trained; gaps where it was away."
+    drawn = _figure(charts.presence(run), caption)
+    if not run.faults:
+        return drawn + "<p>None: no round was void, and no island was away.</p>"
+    rows = [
+        [
+            f"+{_duration(f.seconds)}",
+            f.island,
+            f.step,
+            f.what + (f" ({f.count} x)" if f.count > 1 else ""),
+            f.text,
+        ]
+        for f in run.faults
+    ]
+    return drawn + _table(["when", "recorded by island", "step", "what", "told"], rows, "", (0, 1, 2))
+
+
+def _consumed(run: RunFacts) -> str:
+    """What was committed of each corpus, by mix; nothing where the run has not recorded it."""
+    rows = []
+    data = run.summary.get("data") or {}
+    for origin in ("inherited", "own"):
+        if origin not in data:
+            continue
+        all_mixes = {"all mixes": data[origin]["all"]["corpora"]}
+        for mix, corpora in (data[origin]["all"]["mixes"] | all_mixes).items():
+            for corpus, n in corpora.items():
+                counts = [f"{n['samples']:,}", f"{n['tokens']:,}", f"{n['epochs']:.3f}"]
+                rows.append([*[origin] * ("inherited" in data), mix, corpus, *counts])
+    if not rows:
+        return ""
+    head = [*["from"] * ("inherited" in data), "mix", "corpus", "samples", "tokens", "epochs"]
+    return _table(head, rows, "", range(len(head) - 3, len(head)))
+
+
+def _checkpoints(run: RunFacts) -> str:
+    rows = []
+    for island, folder in island_folders(run.folder).items():
+        store = CheckpointStore(folder / "checkpoints", 2)
+        for path in sorted(store.root.glob("step_" + "[0-9]" * 8)):
+            step = int(path.name.removeprefix("step_"))
+            content = store.manifest(step)
+            if content is None:
+                rows.append([island, step, "-", "-", "-", _Html('<span class="bad">torn, ignored</span>')])
+                continue
+            size = human_bytes(sum(content["files"].values()))
+            written = _when((path / "checkpoint.json").stat().st_mtime)
+            tokens = f"{content['tokens']:,}" if "tokens" in content else "-"
+            rows.append([island, step, content.get("outer_step", "-"), tokens, size, written])
+    head = ["island", "step", "round", "tokens", "size", "complete since"]
+    kept = _table(head, rows, "Checkpoints on disk", range(5)) if rows else "<p>No checkpoint on disk.</p>"
+    return kept + _lineage(run)
+
+
+def _lineage(run: RunFacts) -> str:
+    own = RunDir(run.folder)
+    if not own.run_json.is_file():
+        return ""
+
+    def label(path: Path, name: str, origin: str) -> str:
+        text = escape(f"{name}{origin}")
+        if path == run.folder:
+            text = f'<span class="here">{text}</span> (this run)'
+        if not (path / "run.json").is_file():
+            return f'{text}: <span class="bad">its folder is gone</span>'
+        if not has_steps(path):
+            return f"{text}: not trained yet"
+        found = summarise(path)
+        losses = ", ".join(f"{c} {_number(a['loss'])}" for c, a in sorted(found["anchor"].items()))
+        last = max(i["last_step"] for i in found["islands"])
+        return f"{text}: step {last:,}, {found['tokens']:,} tokens" + (
+            escape(f"; anchor {losses}") if losses else ""
+        )
+
+    def grow(path: Path, name: str, origin: str) -> str:
+        run_dir = RunDir(path)
+        below = "".join(grow(p, n, f", from step {s}") for n, s, p in children(run_dir))
+        return f"<li>{label(path, name, origin)}{f'<ul>{below}</ul>' if below else ''}</li>"
+
+    root = root_of(own)
+    return f'<h3>Lineage</h3><ul class="tree">{grow(root.path, root.path.name, "")}</ul>'
+
+
+def _compare(runs: Sequence[RunFacts]) -> str:
+    names = _names(runs)
+    rows = [
+        [
+            name,
+            _number(run.loss),
+            f"{run.summary['tokens']:,}",
+            f"{run.summary['rounds_committed']:,}",
+            human_bytes(run.summary["bytes_exchanged"]),
+            _duration(run.summary["wall_seconds"]),
+            "not stopped" if run.asynchronous else _percent(run.utilisation),
+        ]
+        for name, run in zip(names, runs, strict=True)
+    ]
+    head = ["run", "final loss", "tokens", "rounds", "exchanged", "wall time", "utilisation"]
+    table = _table(head, rows, "", range(1, 7))
+    changed = [[_Html(f"<code>{escape(field)}</code>"), *values] for field, values in differences(list(runs))]
+    diff = (
+        _table(["field", *names], changed, "Fields of the configs that differ")
+        if changed
+        else "<p>The configs are equal, field by field.</p>"
+    )
+    caption = "Training is the mean over islands, smoothed; points are validations of the anchor."
+    return _figure(charts.comparison(runs), caption) + table + diff
+
+
+def _names(runs: Sequence[RunFacts]) -> list[str]:
+    """Names of the folders, with their parents where two are equal."""
+    plain = [run.name for run in runs]
+    return [
+        name if plain.count(name) == 1 else f"{run.folder.parent.name}/{name}"
+        for name, run in zip(plain, runs, strict=True)
+    ]
+
+
+def _config(run: RunFacts) -> str:
+    if not run.config:
+        return ""
+    text = escape(json.dumps(run.config, indent=2))
+    digest = escape(str(run.about.get("config_digest", "-")))
+    return f"<details><summary>config.json, digest {digest}</summary><pre>{text}</pre></details>"

@@ -1,0 +1,149 @@
+"""What a run tells while it runs: its lines, its warnings, and the scalars in DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wsd.metrics import Metrics, monitors_of, say, scalars
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_some(metrics: Metrics) -> None:
+    metrics.write("start", island=0, step=0, parameters=5, unigram_entropy={"broad": 3.0})
+    told = {"loss": 2.5, "lr": 1e-3, "phase": "stable", "tokens": 100, "tokens_per_s": 50.0, "grad_norm": 0.5}
+    metrics.write("step", step=10, **told)
+    each: dict[str, Any] = {"staleness": {"0": 0, "1": 3}, "gates": {"0": 1.0, "1": 0.5}}
+    metrics.write(
+        "round", step=10, outer_step=1, committed=True, islands=[0, 1], island_bytes=7, seconds=0.25, **each
+    )
+    metrics.write("eval", step=10, outer_step=1, target="anchor", corpus="broad", loss=2.75)
+    metrics.write("adopt", step=12, fragment=1, version=4, lag=2, waited_steps=6)
+    metrics.event("checkpoint", 12, "complete")
+    metrics.close()
+
+
+EXPECTED = {
+    "step/loss": (10, 2.5),
+    "step/lr": (10, 1e-3),
+    "step/tokens_per_s": (10, 50.0),
+    "round/outer_step": (10, 1.0),
+    "round/staleness/island_1": (10, 3.0),
+    "round/gates/island_1": (10, 0.5),
+    "round/island_bytes": (10, 7.0),
+    "round/seconds": (10, 0.25),
+    "eval/anchor/broad/loss": (10, 2.75),
+    "adopt/lag": (12, 2.0),
+}
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's monitors ask which rank they are on; there is no process group here."""
+    import deepspeed.comm
+
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda *_: 0)
+
+
+def monitor(config: dict[str, Any]) -> Any:
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    return MonitorMaster(get_monitor_config(config))
+
+
+def test_the_csv_monitor_of_deepspeed_gets_all_scalars(one_rank: None, tmp_path: Path) -> None:
+    config = monitors_of({"csv_monitor": {"enabled": True, "job_name": "job"}}, tmp_path, 1)
+    write_some(Metrics(tmp_path / "metrics.jsonl", monitor(config)))
+    folder = tmp_path / "island_1" / "csv_monitor" / "job"
+    for tag, (step, value) in EXPECTED.items():
+        with (folder / f"megatron_wsd_{tag.replace('/', '_')}.csv").open() as file:
+            header, row = list(csv.reader(file))
+        assert header[0] == "step" and (int(row[0]), float(row[1])) == (step, value), tag
+
+
+def test_the_tensorboard_monitor_of_deepspeed_gets_all_scalars(one_rank: None, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = {"tensorboard": {"enabled": True, "job_name": "job", "output_path": str(tmp_path / "tb")}}
+    write_some(Metrics(tmp_path / "metrics.jsonl", monitor(monitors_of(given, tmp_path, 0))))
+    events = EventAccumulator(str(tmp_path / "tb" / "island_0" / "job"))
+    events.Reload()
+    for tag, (step, value) in EXPECTED.items():
+        (event,) = events.Scalars(f"megatron_wsd/{tag}")
+        assert (event.step, event.value) == (step, pytest.approx(value, rel=1e-6)), tag  # stored as float32
+
+
+def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    given = {
+        "tensorboard": {"enabled": True},
+        "csv_monitor": {"enabled": False},
+        "wandb": {"enabled": True, "project": "p"},
+        "train_batch_size": 8,
+    }
+    before = json.dumps(given)
+    assert monitors_of(given, run, 3) == {
+        **given,
+        "tensorboard": {"enabled": True, "output_path": str(run / "island_3" / "tensorboard")},
+        "wandb": {"enabled": True, "project": "p", "group": "first"},
+    }
+    assert json.dumps(given) == before
+    own = {"wandb": {"enabled": True, "group": "mine"}}
+    assert monitors_of(own, run, 0) == own
+    assert monitors_of({}, run, 0) == {}
+
+
+def test_what_is_no_number_is_no_scalar() -> None:
+    fields = {"step": 5, "phase": "stable", "loss": None, "islands": [0], "gates": {"0": None, "1": 0.5}}
+    assert scalars("step", fields) == [("megatron_wsd/step/gates/island_1", 0.5, 5)]
+
+
+def test_a_line_carries_island_and_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_wsd.cli.logs import console_text
+
+    monkeypatch.delenv("MEGATRON_WSD_ISLAND", raising=False)
+    say("step 5")
+    monkeypatch.setenv("MEGATRON_WSD_ISLAND", "2")
+    monkeypatch.setenv("RANK", "3")
+    say("step 5")
+    say("error: island 2 rank 3: x")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["megatron-wsd: [island 2 rank 3] step 5", "megatron-wsd: error: island 2 rank 3: x"]
+    assert [console_text(line) for line in lines] == ["step 5", "step 5", "error: island 2 rank 3: x"]
+
+
+@pytest.mark.parametrize(("rank", "of_frameworks"), [(0, 1), (1, 0)])
+def test_every_warning_is_said_once_with_island_and_rank(rank: int, of_frameworks: int) -> None:
+    program = f"""
+import logging, warnings
+from megatron_wsd.metrics import set_up_logging
+set_up_logging("2", {rank})
+for place in range(2):
+    for _ in range(3):
+        warnings.warn("slow path\\nin two lines")
+    warnings.warn("slow path\\nin two lines")
+    logging.getLogger("megatron_wsd.x").warning("scalar %s", "fallback")
+    logging.getLogger("megatron_wsd.x").info("step")
+    logging.getLogger("torchft").warning("noise")
+"""
+    env = {**os.environ, "MEGATRON_WSD_LOG": "INFO"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    lines = [line.split(" ", 2)[2] for line in done.stderr.splitlines() if "[island" in line]
+    own = f"[island 2 rank {rank}] WARNING megatron_wsd.x: scalar fallback"
+    assert lines.count(own) == 1
+    assert sum("UserWarning: slow path in two lines" in line for line in lines) == of_frameworks
+    assert sum("INFO megatron_wsd.x: step" in line for line in lines) == 2
+    assert "noise" not in done.stderr
