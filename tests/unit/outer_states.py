@@ -22,8 +22,8 @@ def config_of(scheduler: dict[str, Any] | None = None, **block: Any) -> Config:
 
 
 def fragment_of(names: tuple[str, ...] = NAMES, numel: int = 5000, kind: str = "cgad") -> FragmentState:
-    """Never stepped; the first parameter with 8-bit moments, the others with fp32 ones."""
-    layout = FlatLayout([Segment(n, parameter_key(n), numel, 0, i == 0) for i, n in enumerate(names)])
+    """Never stepped; parameters named a, c and d with 8-bit moments, the others with fp32 ones."""
+    layout = FlatLayout([Segment(n, parameter_key(n), numel, 0, n[0] in "acd") for n in names])
     optimizer = make_outer(kind, layout, OuterHyper(lr=1e-2, momentum=0.9 if "nesterov" in kind else 0.0))
     return FragmentState(layout, torch.zeros(layout.total), optimizer)
 

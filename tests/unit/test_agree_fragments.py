@@ -138,6 +138,19 @@ def test_an_island_that_must_be_healed_makes_no_quorum() -> None:
     assert decision.healed == (0,) and decision.fragment is None
 
 
+def test_an_island_that_has_ended_its_training_is_not_waited_for() -> None:
+    """The last work of a slower island must not wait for ever for one that has nothing more to offer."""
+    slow = report(1, offer(waiting_ms=1000), empty())
+    assert decide([report(0, empty(), offer()), slow], rules=PATIENT).fragment is None
+    assert decide([report(0, empty(), offer(), ending=1), slow], rules=PATIENT).fragment == 0
+    early = report(1, offer(waiting_ms=999), empty())
+    assert decide([report(0, empty(), offer(), ending=1), early], rules=PATIENT).fragment is None
+    # What it has offered still counts, and a third one that trains on still has to come.
+    assert decide([report(0, offer(), ending=1), report(1, offer())], rules=PATIENT).contributors == (0, 1)
+    three = [report(0, empty(), ending=1), report(1, offer(waiting_ms=10**9)), report(2, empty())]
+    assert decide(three, rules=PATIENT).fragment is None
+
+
 def test_in_lockstep_whatever_was_offered_is_used() -> None:
     decision = decide(waiting(1, 3, 0), rules=Rules(lockstep=True, quorum=2, grace_ms=10**6))
     assert (decision.fragment, decision.contributors) == (0, (0,))
@@ -250,6 +263,7 @@ def quorums(draw: st.DrawFn) -> list[Report]:
             digest=draw(st.sampled_from([111, 111, 222])),
             inner_step=draw(st.integers(50, 70)),
             order=draw(st.sampled_from([0, 0, island + 1])),
+            ending=draw(st.integers(0, 1)),
             done=draw(st.integers(0, 1)),
         )
         for island in numbers
@@ -293,5 +307,6 @@ def test_what_holds_for_every_decision(quorum: list[Report], rules: Rules) -> No
     assert decision.staleness == tuple(5 - decision.offer(i).base for i in decision.contributors)
     assert decision.ages == tuple(max(tau, decision.fragment_age) for tau in decision.staleness)
     if not rules.lockstep and not decision.dropped and len(decision.contributors) < len(quorum):
-        assert len(decision.contributors) >= min(rules.quorum, len(able))
+        could = [i for i in able if not decision.report(i).ending or decision.offer(i).contributes]
+        assert len(decision.contributors) >= min(rules.quorum, len(could))
         assert max(decision.offer(i).waiting_ms for i in offered) >= rules.grace_ms

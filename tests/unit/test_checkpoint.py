@@ -124,7 +124,7 @@ def test_other_ranks_optimizer_or_bits_are_refused(tmp_path: Path) -> None:
         (config(optimizer="nesterov"), OneRank(), "optimizer"),
         (config(state_bits=32), OneRank(), "state_bits"),
         (config(anchor_dtype="bf16"), OneRank(), "anchor_dtype"),
-        (config_of(sync={"wire": "bf16"}), OneRank(), "wire"),
+        (config_of(sync={"wire": "bf16"}), OneRank(), "sync.wire"),
     ):
         with pytest.raises(CheckpointError, match=word):
             load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0), conf, group)
@@ -138,8 +138,12 @@ def test_errors_that_were_fed_back_elsewhere_are_refused(tmp_path: Path) -> None
         (errors(numel=299), "another config"),
         ({name: tensor.double() for name, tensor in errors().items()}, "another config"),
     ):
+        mine = state_of(*FRAGMENTS, steps=0)
+        before = mine.digest()
         with pytest.raises(CheckpointError, match=word):
-            load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0), own=own)
+            load(tmp_path / "outer", mine, own=own)
+        mine.forget_digest()
+        assert mine.digest() == before and not any(tensor.any() for tensor in own.values())
 
 
 def test_without_errors_to_feed_back_there_are_none(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def test_what_others_commit_is_not_taken_for_own_progress() -> None:
     island.train()
     moved = island.move()
     assert not same(moved, before)
-    assert same(island.local.capture(0, 1).pseudo_gradient, before - island.flat(0))
+    g = island.local.capture(0, 1)
+    assert same(g.pseudo_gradient, before - island.flat(0))
+    assert (g.base, island.state.fragments[0].version) == (0, 1)
 
 
 def test_in_synchronous_mode_the_base_is_the_anchor() -> None:
@@ -196,6 +198,19 @@ def test_the_error_changes_at_a_commit_and_then_once(wire: str) -> None:
         island.local.merge_in(1)
         assert all(same(e, f.error) for e, f in zip(errors, island.local.fragments, strict=True))  # type: ignore[arg-type]
     assert errors[1].any() and not errors[0].any()
+
+
+def test_the_error_is_fed_back_once_however_often_it_is_told() -> None:
+    island = LocalIsland(wire="int8")
+    island.train()
+    g = island.capture()
+    island.local.committed(g)
+    assert island[0].error is not None and island[0].error.any()
+    error = island[0].error.clone()
+    island.local.committed(g)
+    island.move()
+    island.local.publish(0, committed=True, reset=False)
+    assert same(island[0].error, error)
 
 
 def test_fp32_leaves_nothing_out_and_copies_nothing() -> None:

@@ -33,6 +33,7 @@ def test_what_is_published_waits_for_the_training_thread(adopt: str) -> None:
     assert same(f.base, anchor)
     assert island.local.merge_in(0) == 1
     assert (f.published, f.version, f.flight) == (None, 1, None)
+    assert same(island.flat(0), (anchor + held) / 2 if adopt == "mix" else anchor + (held - before))
     assert (f.steps, f.tokens) == (3, 300), "what was trained since the capture is still to be offered"
 
 

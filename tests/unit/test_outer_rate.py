@@ -32,6 +32,7 @@ DECAY = {
         ({}, 270, 2, 1.0),  # its 10 steps began at 260, where the decay begins
         ({}, 290, 2, 0.5 + 0.5 * 0.5),  # linear to a half: at step 280, half-way
         ({}, 290, 1, 0.375),
+        ({}, 400, 2, 0.5),  # after the decay it stays where that ended
         ({"lr_schedule": "constant"}, 290, 2, 1.0),
         ({"lr_schedule": {"warmup_steps": 200}}, 110, 2, 0.5),  # its own warm-up, at step 100
         ({"lr_schedule": {"warmup_steps": 200}}, 290, 1, 0.5),
