@@ -58,17 +58,23 @@ class Journal:
         )
 
     def note_order(self, entry: dict[str, Any], step: int) -> None:
-        """Record an order of the operator that all islands have committed, or refused alike."""
+        """Record an order of the operator that all islands have committed, or refused alike.
+
+        Args:
+            entry: its entry in the outer state.
+            step: inner step of this island at which it obeys.
+        """
+        committed = entry["step"]
         if entry["kind"] == "cancel":
             what = "the decay that had not begun is withdrawn"
         elif entry["kind"] == "override":
             what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
         else:
-            begins = step if entry["at"] is None else entry["at"]
+            begins = committed if entry["at"] is None else entry["at"]
             what = f"decay of {entry['length']} steps ({entry['shape']}) from step {begins}"
         if "refused" in entry:
             what = f"refused: {entry['refused']}"
-        self._metrics.event("order", step, f"step {step}: {what}")
+        self._metrics.event("order", step, f"step {committed}: {what}")
 
     def _note_heal(self, result: RoundResult, step: int) -> None:
         if result.healed and result.decision is not None:
@@ -85,7 +91,7 @@ class Journal:
         self._here = here
 
     def note_adopted(
-        self, step: int, fragment: int, version: int, lag: int, waited: int, discarded: int
+        self, step: int, fragment: int, version: int, lag: int, waited: int, discarded: int, seconds: float
     ) -> None:
         """Record that the island trains on from a new version of a fragment.
 
@@ -96,6 +102,7 @@ class Journal:
             lag: versions that were committed since.
             waited: inner steps since its contribution was captured.
             discarded: of these, how many are given up, in whole or in part.
+            seconds: for which training stood still, to capture and to adopt.
         """
         self._metrics.write(
             "adopt",
@@ -105,6 +112,7 @@ class Journal:
             lag=lag,
             waited_steps=waited,
             steps_discarded=discarded,
+            seconds=seconds,
         )
 
     def _note_round(self, result: RoundResult, decision: Decision, step: int) -> None:

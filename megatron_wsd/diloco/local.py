@@ -34,6 +34,7 @@ class LocalFragment:
         steps: inner steps since the newest capture, or adoption in synchronous mode.
         tokens: tokens of the island since then.
         error: fp32 [layout.total], what encoded contributions have left out so far; None in fp32.
+        capture_s: seconds for which the newest capture stopped training.
         flight: the contribution that no round has settled and no boundary adopted yet.
         captured_at: inner step of the island at which it was captured.
         published: version that waits in ``base`` to be adopted; None while there is none.
@@ -49,6 +50,7 @@ class LocalFragment:
     error: torch.Tensor | None = None
     flight: Contribution | None = None
     captured_at: int = 0
+    capture_s: float = 0.0
     published: int | None = None
     reset: bool = False
     buffer: torch.Tensor | None = None

@@ -67,18 +67,22 @@ class Orders:
         return self._done
 
     def loaded(self, done: int) -> None:
-        """The outer state came from a checkpoint, and the scheduler, which has obeyed ``done`` of the orders."""
+        """Outer state and scheduler came from a checkpoint; the latter has obeyed ``done`` of the orders."""
         self._done = done
         if self._control is not None and self._group.rank == 0:
             # A run that was killed may have told of orders that its newest checkpoint does not know.
             self._control.settle(self._state.orders)
 
-    def carry_out(self, position: int, known: int | None = None) -> Schedule | None:
+    def carry_out(
+        self, position: int, known: int | None = None, inner_step: int | None = None
+    ) -> Schedule | None:
         """Carry out what was committed and has not been.
 
         Args:
             position: of this island in the schedule, at which the scheduler is left.
             known: how many orders all ranks of the island know; all of them by default.
+            inner_step: of this island, where that is something else than the position at which an order was
+                committed.
 
         Returns:
             The schedule from now on; None without a WSD.
@@ -86,7 +90,7 @@ class Orders:
         new = self._state.orders[self._done : known]
         apply_orders(self._scheduler, new, position)
         for entry in new:
-            self._journal.note_order(entry, entry["step"])
+            self._journal.note_order(entry, entry["step"] if inner_step is None else inner_step)
         self._done += len(new)
         if new and self._control is not None and self._group.rank == 0:
             self._control.settle(self._state.orders[: self._done])

@@ -67,15 +67,18 @@ class Time:
     Attributes:
         up: from the first record after each start to the last one before the next.
         exchange: in outer rounds, void ones included; waiting for slower islands is part of it.
+        stopped: of it, the time in which training stood still: all of it in synchronous mode, else that of
+            captures and adoptions.
     """
 
     up: float
     exchange: float
+    stopped: float
 
     @property
     def utilisation(self) -> float | None:
-        """Share of the time that was not spent in rounds; None if nothing was recorded."""
-        return None if self.up <= 0 else max(0.0, 1.0 - self.exchange / self.up)
+        """Share of the time in which training did not stand still; None if nothing was recorded."""
+        return None if self.up <= 0 else max(0.0, 1.0 - self.stopped / self.up)
 
 
 class RunFacts:
@@ -231,15 +234,13 @@ class RunFacts:
     @cached_property
     def times(self) -> dict[int, Time]:
         """Where the time of each island went."""
-        return {island: _time(records) for island, records in self.islands.items()}
+        return {island: _time(records, self.asynchronous) for island, records in self.islands.items()}
 
     @property
     def utilisation(self) -> float | None:
-        """That of all islands together; None for asynchronous runs, whose training does not stop."""
-        up = sum(t.up for t in self.times.values())
-        if self.asynchronous or up <= 0:
-            return None
-        return max(0.0, 1.0 - sum(t.exchange for t in self.times.values()) / up)
+        """That of all islands together."""
+        up, stopped = sum(t.up for t in self.times.values()), sum(t.stopped for t in self.times.values())
+        return Time(up, 0.0, stopped).utilisation
 
     @property
     def loss(self) -> float | None:
@@ -250,7 +251,7 @@ class RunFacts:
         return sum(values) / len(values) if values else None
 
 
-def _time(records: list[Record]) -> Time:
+def _time(records: list[Record], asynchronous: bool) -> Time:
     """The records of one island, as written: each ``start`` begins another process."""
     up = exchange = 0.0
     first: float | None = None
@@ -267,7 +268,9 @@ def _time(records: list[Record]) -> Time:
                 exchange += record.get("seconds") or 0.0
             last = record["time"]
     up += last - first if first is not None else 0.0
-    return Time(up, min(exchange, up))
+    exchange = min(exchange, up)
+    pauses = sum(r.get("seconds") or 0.0 for r in of_kind(records, "adopt"))
+    return Time(up, exchange, min(pauses, up) if asynchronous else exchange)
 
 
 def _without_step(text: str) -> str:

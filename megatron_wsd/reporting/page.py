@@ -153,8 +153,8 @@ def _head(run: RunFacts) -> str:
         ("Exchanged", human_bytes(summary["bytes_exchanged"]), "all ranks, sent and received"),
         (
             "Utilisation",
-            "not stopped" if run.asynchronous else _percent(run.utilisation),
-            "training goes on in rounds" if run.asynchronous else "of the time not in rounds",
+            _percent(run.utilisation),
+            "of the time training went on",
         ),
         ("Islands lost", f"{went:,}", f"and {heals:,} times healed"),
     ]
@@ -243,10 +243,10 @@ def _exchange(run: RunFacts) -> str:
         share = time.utilisation
         bar = (
             ""
-            if share is None or run.asynchronous
+            if share is None
             else f'<span class="bar"><span style="width:{100 * share:.1f}%"></span></span>'
         )
-        told = "training goes on" if run.asynchronous else _percent(share)
+        told = _percent(share)
         rows.append(
             [
                 island,
@@ -260,7 +260,8 @@ def _exchange(run: RunFacts) -> str:
     caption = (
         "Time in rounds is exchange, merge, and waiting for slower islands; void rounds are part of it. "
         + (
-            "Training goes on meanwhile in this mode."
+            "Training goes on meanwhile; utilisation is the share of the time up in which it was not stopped "
+            "to capture or to adopt."
             if run.asynchronous
             else "Utilisation is the share of the time up that was not spent in rounds."
         )
@@ -362,7 +363,7 @@ def _compare(runs: Sequence[RunFacts]) -> str:
             f"{run.summary['rounds_committed']:,}",
             human_bytes(run.summary["bytes_exchanged"]),
             _duration(run.summary["wall_seconds"]),
-            "not stopped" if run.asynchronous else _percent(run.utilisation),
+            _percent(run.utilisation),
         ]
         for name, run in zip(names, runs, strict=True)
     ]

@@ -108,6 +108,6 @@ def asynchronous(folder: Path) -> Path:
             more = {"fragment": k % 2, "version": (k + 1) // 2, "staleness": ages, "gates": gates}
             records += [step(n, 4.0 - 0.03 * k + 0.02 * island), outer(n, k, (0, 1, 2), **more)]
             told = {"fragment": k % 2, "version": (k + 1) // 2, "lag": k % 3, "waited_steps": 2}
-            records.append({"kind": "adopt", "time": T0 + 2.0 * n, "step": n, **told})
+            records.append({"kind": "adopt", "time": T0 + 2.0 * n, "step": n, "seconds": 0.05, **told})
         islands[island] = records
     return write(folder, islands, mode="async", fragments=2)

@@ -130,10 +130,10 @@ def test_numbers_behind_the_page(run: Path) -> None:
     assert ("round void", 0, 2) in told and ("round void", 1, 2) in told
     assert facts.staleness == {0: {0: 10}, 1: {0: 8}}
     # Island 0 was up from its first record at 4 s to the last at 200 s, in 10 rounds and 2 void ones of 4 s.
-    assert facts.times[0] == Time(up=196.0, exchange=48.0)
+    assert facts.times[0] == Time(up=196.0, exchange=48.0, stopped=48.0)
     # Island 1: 4 s to 60 s with 3 rounds; then from its first record at 119.5 s, which is a round and does
     # not count, to 200 s with 4 rounds and 2 void ones.
-    assert facts.times[1] == Time(up=56.0 + 80.5, exchange=12.0 + 24.0)
+    assert facts.times[1] == Time(up=56.0 + 80.5, exchange=12.0 + 24.0, stopped=36.0)
     assert facts.utilisation == pytest.approx(1 - (48 + 36) / (196 + 136.5))
     assert facts.loss == pytest.approx((3.0 + 3.1) / 2)
 
@@ -144,7 +144,9 @@ def test_an_asynchronous_run(other: Path) -> None:
     assert sum(sum(c.values()) for c in facts.staleness.values()) == 90
     assert max(facts.staleness[0]) == 4
     assert facts.lags == {i: [k % 3 for k in range(1, 31)] for i in range(3)}
-    assert facts.utilisation is None
+    up = facts.times[0].up
+    assert facts.times[0].stopped == pytest.approx(30 * 0.05)
+    assert facts.utilisation == pytest.approx(1 - 1.5 / up), "what captures and adoptions stopped"
     words = _Checker(page([facts])).words
     assert "asynchronous rounds" in words and "Versions behind at adoption" in words
     assert "island adoptions mean lag largest 0 30 1.00 2" in words
