@@ -20,6 +20,7 @@ from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.orders import shadow_of
 from megatron_wsd.diloco.outer_loop import OuterLoop, make_group
 from megatron_wsd.diloco.round import RoundResult
+from megatron_wsd.diloco.watch import Patience
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class Decoupled(OuterLoop):
             lambda: self._position,
             self.island,
             sync.poll_s,
-            sync.max_voids,
+            Patience(self._config),
             self._seat.watch,
         )
         self._thread.start()
@@ -87,7 +88,7 @@ class Decoupled(OuterLoop):
             self._local.adopt(i)
         self._obey()
         cursor = self._state.cursor(self.island)
-        self._position = max(self._position, self._total_steps() // self._whole)
+        self._position = max(self._position, self._progress())
         self._move_to(cursor, self._position)
 
     def _loaded(self, extra: dict[str, Any]) -> None:
@@ -109,8 +110,10 @@ class Decoupled(OuterLoop):
         if f.steps == 0:
             return
         assert self._thread is not None
+        began = time.perf_counter()
         f.flight = self._local.capture(i, self.inner_step)
         self._thread.offer(self._local.encode(f.flight))
+        f.capture_s = time.perf_counter() - began
 
     def _boundary(self, last: bool = False) -> RoundResult | None:
         """Adopt what all ranks have, and take over from rank 0 what they may know at different times.
@@ -126,8 +129,8 @@ class Decoupled(OuterLoop):
         for result in results:
             if result.decision is not None:
                 self._live = len(result.decision.reports)
-        total, orders = self._total_steps(), len(self._state.orders)
-        row = [int(thread.error is not None), total, self._live, orders, *published]
+        now, orders = self._progress(), len(self._state.orders)
+        row = [int(thread.error is not None), now, self._live, orders, *published]
         rows = self._group.gather(row)
         if any(r[0] for r in rows):
             thread.join(1.0)
@@ -139,26 +142,28 @@ class Decoupled(OuterLoop):
             if f.flight is not None and ripe and all(r[4 + i] != _NOTHING for r in rows):
                 adopted.append(i)
                 self._adopt(i)
-        self._position = max(self._position, rows[0][1] // self._whole)
+        self._position = max(self._position, rows[0][1])
         if adopted:
-            self._orders.carry_out(self._position, min(r[3] for r in rows))
+            self._orders.carry_out(self._position, min(r[3] for r in rows), self.inner_step)
         self._place_schedule(self._position)
         for result in results:
             self._note(result)
         return self.last_round if adopted else None
 
-    def _total_steps(self) -> int:
-        """Committed inner steps of all islands, and own ones since times the live islands; by fragment."""
+    def _progress(self) -> int:
+        """Position by what all islands have committed, and this one's steps since times the live islands."""
         with self._state.counting:
-            committed = sum(f.steps for f in self._state.fragments)
-            return committed + self._local.uncommitted(self.island)[0] * self._live
+            own = self._local.uncommitted(self.island)[0] * self._live
+            return self._state.progress(own, self._whole)
 
     def _adopt(self, i: int) -> None:
         f = self._local.fragments[i]
         waited, lag = self.inner_step - f.captured_at, self._state.fragments[i].version - (f.published or 0)
         discarded = f.steps if f.reset or self._config.sync.adopt == "mix" else 0
+        began = time.perf_counter()
         version = self._local.merge_in(i)
-        self._journal.note_adopted(self.inner_step, i, version, lag, waited, discarded)
+        seconds = f.capture_s + time.perf_counter() - began
+        self._journal.note_adopted(self.inner_step, i, version, lag, waited, discarded, seconds)
 
     def _note(self, result: RoundResult) -> None:
         self.last_round = result
@@ -195,13 +200,26 @@ class Decoupled(OuterLoop):
 
     @contextmanager
     def _one_state(self) -> Iterator[None]:
-        """While it is open no outer state changes, and all ranks of the island hold the same version."""
+        """While it is open no outer state changes, and all ranks of the island hold the same version.
+
+        One that was torn, by a step or a healing that failed, is waited for: another island heals it.
+        """
+        thread, still = self._thread, self._state.still
         while True:
-            with self._state.still:
-                mine = [self._state.outer_step, len(self._state.orders)]
-                if all(row == mine for row in self._group.gather(mine)):
+            # No rank waits for its own outer half while another's waits for the end of this.
+            held = still.acquire(blocking=False)
+            try:
+                ended = thread is not None and thread.error is not None
+                mine = [self._state.outer_step, len(self._state.orders), int(held)]
+                rows = self._group.gather([*mine, int(ended)])
+                if held and mine[0] >= 0 and all(row[:3] == mine for row in rows):
                     yield
                     return
+            finally:
+                if held:
+                    still.release()
+            if thread is not None and any(row[3] for row in rows):
+                raise thread.error or RuntimeError("the outer half of another rank of this island has ended")
             time.sleep(0.01)  # another rank's step is a moment behind or ahead
 
     def _anchors(self) -> list[torch.Tensor]:

@@ -253,7 +253,9 @@ def step_fragment(
         fragment.version += 1
         fragment.turn = max(fragment.turn, decision.turn)
         fragment.tokens += sum(o.tokens for o in offers.values())
-        fragment.steps += sum(o.steps for o in offers.values())
+        fragment.steps += (steps := sum(o.steps for o in offers.values()))
+        whole = (config.islands.count or 1) * len(state.fragments)
+        state.spans[whole] = state.spans.get(whole, 0) + steps
         fragment.taken.update({island: o.cursor for island, o in offers.items()})
         state.outer_step = decision.outer_step + 1
         state.inner_step = max(state.inner_step, decision.inner_step)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -99,6 +101,8 @@ class OuterState:
         outer_step: committed rounds of all fragments; -1 after a healing that was torn.
         inner_step: position of the schedule, in inner steps of the run, at the last commit.
         orders: orders of the operator, each with the step at which its round was committed.
+        spans: committed inner steps, summed over islands and fragments, by what makes one step of the run:
+            islands times fragments. One entry, unless the number of islands was changed.
         still: held while anything here changes, so that whoever holds it finds one state.
         counting: held, for an instant, while counters change.
     """
@@ -107,6 +111,7 @@ class OuterState:
     outer_step: int = 0
     inner_step: int = 0
     orders: list[dict[str, Any]] = field(default_factory=list)
+    spans: dict[int, int] = field(default_factory=dict)
     still: threading.RLock = field(default_factory=threading.RLock, repr=False)
     counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -120,6 +125,16 @@ class OuterState:
         """Committed inner steps over all islands, counted as `tokens` are."""
         return sum(f.steps for f in self.fragments) / len(self.fragments)
 
+    def progress(self, own: int, whole: int) -> int:
+        """Whole inner steps of the run that are done; whoever calls it holds `counting`.
+
+        Args:
+            own: steps besides the committed ones, summed over islands and fragments.
+            whole: islands times fragments.
+        """
+        spans = {**self.spans, whole: self.spans.get(whole, 0) + own}
+        return math.floor(sum((Fraction(steps, w) for w, steps in spans.items()), Fraction(0)))
+
     def cursor(self, island: int) -> int:
         """How far the data of an island are committed, with whatever fragment, in its inner steps."""
         return max(f.taken.get(island, 0) for f in self.fragments)
@@ -130,6 +145,7 @@ class OuterState:
             "outer_step": self.outer_step,
             "inner_step": self.inner_step,
             "orders": self.orders,
+            "spans": {str(whole): self.spans[whole] for whole in sorted(self.spans)},
             "fragments": [f.counters() for f in self.fragments],
         }
 
@@ -146,6 +162,7 @@ class OuterState:
         with self.counting:
             self.outer_step, self.inner_step = counters["outer_step"], counters["inner_step"]
             self.orders = list(counters["orders"])
+            self.spans = {int(whole): steps for whole, steps in counters["spans"].items()}
             for f, theirs in zip(self.fragments, counters["fragments"], strict=True):
                 f.take_counters(theirs)
 
