@@ -20,12 +20,10 @@ from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.orders import Orders, apply_orders
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.state import OuterState
-from megatron_wsd.diloco.watch import HangWatch
-from megatron_wsd.errors import GaveUp
+from megatron_wsd.diloco.watch import HangWatch, Patience
 
 log = logging.getLogger(__name__)
 
-_QUIET_VOIDS_S = 5.0  # longest pause between two attempts
 _PATIENCE_S = 5.0  # with a thread that should end
 
 
@@ -42,7 +40,7 @@ class OuterThread(threading.Thread):
         position: tells the position in the schedule, as the training thread last knew it.
         island: number of this island.
         poll_s: pause between two polls with nothing to do.
-        max_voids: void rounds in a row after which the run gives up.
+        patience: with rounds that are void.
         watch: of this process.
 
     Attributes:
@@ -62,13 +60,13 @@ class OuterThread(threading.Thread):
         position: Callable[[], int],
         island: int,
         poll_s: float,
-        max_voids: int,
+        patience: Patience,
         watch: HangWatch,
     ) -> None:
         super().__init__(name="outer-half", daemon=True)
         self._half, self._group, self._local, self._state = half, group, local, state
         self._orders, self._shadow, self._position = orders, shadow, position
-        self._island, self._poll_s, self._max_voids = island, poll_s, max_voids
+        self._island, self._poll_s, self._patience = island, poll_s, patience
         self._watch = watch
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -121,7 +119,6 @@ class OuterThread(threading.Thread):
             self.error = e
 
     def _work(self) -> None:
-        voids = 0
         while True:
             if self._group.all_agree(self._stopping):
                 return
@@ -135,20 +132,13 @@ class OuterThread(threading.Thread):
                 pending, self._position(), None, order, ending=self._ending, done=self._done
             )
             self._settle(pending, result, order)
-            voids = voids + 1 if result.void else 0
-            if voids >= self._max_voids:
-                raise GaveUp(
-                    "megatron_wsd.sync.max_voids",
-                    f"a round that commits within {self._max_voids} attempts",
-                    result.reason,
-                    "Look at the network between the islands; go on with --resume.",
-                )
-            self._pause(result, voids)
+            self._pause(result, self._patience.note(result))
 
-    def _pause(self, result: RoundResult, voids: int) -> None:
+    def _pause(self, result: RoundResult, seconds: float) -> None:
         """All ranks of an island pause alike, and islands meet in the quorum however long each pauses."""
         if result.void:
-            self._wake.wait(min(0.1 * 2**voids, _QUIET_VOIDS_S))
+            self._watch.beat()
+            self._wake.wait(seconds)
         elif not result.committed:
             # With a contribution in hand the pause is what another island may still need to send its own.
             self._wake.wait(self._poll_s)
@@ -187,7 +177,8 @@ class OuterThread(threading.Thread):
                 or self._news(result)
             ):
                 self._results.append(result)
-        self.all_done = decision is not None and decision.all_done and not result.void
+        # One that is being healed may have to try again, with somebody who is still here.
+        self.all_done = decision is not None and decision.all_done and not (result.void or decision.healed)
 
     def _news(self, result: RoundResult) -> bool:
         """Whether other islands take part than in the round before."""

@@ -15,7 +15,7 @@ from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.delay import HeldBack, delays
 from megatron_wsd.diloco.outer_loop import OuterLoop
 from megatron_wsd.diloco.round import RoundResult
-from megatron_wsd.errors import GaveUp
+from megatron_wsd.diloco.watch import Patience
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Lockstep(OuterLoop):
                 self._round(i)  # it was stopped while it waited for this one
 
     def _advance(self) -> RoundResult | None:
+        self._beat()  # between two rounds there may be more time than a hang is given
         result = None
         for i in self.sync_points.due(self.inner_step):
             result = self._round(i)
@@ -73,31 +74,29 @@ class Lockstep(OuterLoop):
     def _round(self, i: int) -> RoundResult:
         half = self._joined()
         contribution = self._contribution(i)
-        voids = 0
+        patience = Patience(self._config)
         while True:
             pending = {} if contribution is None else {i: contribution}
             result = half.run_round(pending, self.inner_step, self._withdraw, self._orders.proposed())
             self.last_round = result
             if not result.void:
                 break
-            voids += 1
             self._journal.note_void(result, self.inner_step, self.outer_step)
             if result.healed:
                 contribution = None  # it was trained from a version that this island no longer holds
             if not self._group.all_agree(not self.stop_requested()):
                 return result  # the progress stays local, and is offered after a resume
-            log.warning("round void (%d in a row): %s", voids, result.reason)
-            if voids >= self._config.sync.max_voids:
-                raise GaveUp(
-                    "megatron_wsd.sync.max_voids",
-                    f"a round that commits within {self._config.sync.max_voids} attempts",
-                    result.reason,
-                    "Look at the network between the islands; go on with --resume.",
-                )
-            time.sleep(min(0.1 * 2**voids, 5.0))
+            log.warning("round void: %s", result.reason)
+            pause_s = patience.note(result)
+            self._beat()
+            time.sleep(pause_s)
         self._adopt(result, i)
         self._journal.note(result, self.inner_step)
         return result
+
+    def _beat(self) -> None:
+        assert self._seat is not None
+        self._seat.beat()
 
     def _withdraw(self, decision: Decision) -> bool:
         """Whether to leave a round because the run is being stopped and the others have left already.

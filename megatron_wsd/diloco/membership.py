@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.watch import HangWatch
-from megatron_wsd.errors import ExchangeError, IslandError
+from megatron_wsd.errors import ExchangeError, IslandError, TooFewIslands
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,32 @@ def _no_transport() -> Any:
     return NoTransport()
 
 
+class _Remembered:
+    """The client of torchft's manager, and its newest answer, of which the manager keeps the number alone."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.quorum: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, *args: Any, **kwargs: Any) -> Any:
+        self.quorum = self._client._quorum(*args, **kwargs)
+        return self.quorum
+
+
+class _StorePort(int):
+    """The port of a store, which torchft writes down as ``PORT/NAME`` with a name that is used once.
+
+    Under it the members of a quorum find each other by the quorum's number. A lighthouse that is restarted
+    counts from 1 again: without the name, the addresses of an earlier quorum with that number would be found.
+    """
+
+    def __format__(self, spec: str) -> str:
+        return f"{int(self)}/{uuid.uuid4().hex}"
+
+
 class Membership:
     """This rank's seat among the equal ranks of all islands.
 
@@ -114,6 +141,7 @@ class Membership:
             islands.hang_timeout_s or 2 * (islands.join_timeout_s + islands.heartbeat_timeout_s)
         )
         self._met: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] = ()
         self._quorum_id = 0
         self._distrust = False
         self.may_go_on: Callable[[], bool] = lambda: False
@@ -125,8 +153,18 @@ class Membership:
         os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every heartbeat's state
         from torchft import Manager, ProcessGroupGloo
 
+        watch, timeout_s = self.watch, self._config.sync.timeout_s
+
+        class Group(ProcessGroupGloo):
+            def configure(
+                self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **kwargs: Any
+            ) -> None:
+                # Each of the peers has its time to be found and to answer; nobody beats meanwhile.
+                watch.beat(2 * world_size * timeout_s)
+                super().configure(store_addr, replica_id, rank, world_size, *args, **kwargs)
+
         def make() -> None:
-            self._pg = ProcessGroupGloo(timeout=self._exchange_timeout)
+            self._pg = Group(timeout=self._exchange_timeout)
             self._manager = Manager(
                 pg=self._pg,
                 load_state_dict=None,
@@ -139,7 +177,7 @@ class Membership:
                 rank=self._group.rank,
                 world_size=self._group.size,
                 store_addr=self._address.store[0],
-                store_port=self._address.store[1],
+                store_port=_StorePort(self._address.store[1]),
                 lighthouse_addr=self._address.lighthouse,
                 # torchft orders replicas by this string.
                 replica_id=f"island_{self._address.island:06d}",
@@ -154,6 +192,8 @@ class Membership:
         if self._group.rank != 0:
             make()
         self._group.barrier()
+        self._answer = _Remembered(self._manager._client)
+        self._manager._client = self._answer
 
     def start_round(self, step: int) -> None:
         """Take part in the next quorum; waits for every live island, up to ``join_timeout_s``.
@@ -175,6 +215,21 @@ class Membership:
         if not self._group.all_agree(not problem):
             self._rebuild()
             raise ExchangeError(f"no quorum: {problem or 'another rank of this island got none'}")
+        self._notice_restart()
+        if not self._group.all_agree(self.usable or not self._distrust):
+            self._rebuild()
+            raise ExchangeError("the lighthouse was restarted, and the islands have not found each other yet")
+
+    def _notice_restart(self) -> None:
+        """A quorum with other members always has a higher number, as long as one lighthouse counts."""
+        quorum = self._answer.quorum
+        # torchft calls a replica island_000001:UUID, as it was named and something that is used once.
+        here = tuple(sorted(int(name.split(":")[0].rpartition("_")[2]) for name in quorum.replica_ids))
+        number = int(quorum.quorum_id)
+        if number < self._quorum_id or (number == self._quorum_id and here != self._seen):
+            log.warning("the lighthouse has been restarted")
+            self._distrust = True
+        self._quorum_id, self._seen = number, here
 
     def check_complete(self, here: tuple[int, ...]) -> None:
         """Refuse to go on with fewer islands than before after the lighthouse was restarted.
@@ -186,18 +241,12 @@ class Membership:
             here: islands in this quorum.
 
         Raises:
-            ExchangeError: some are missing.
+            TooFewIslands: some are missing.
         """
-        quorum_id = int(getattr(self._manager, "_quorum_id", 0))
-        # A quorum with other members always has a higher number, as long as one lighthouse counts.
-        if quorum_id < self._quorum_id or (quorum_id == self._quorum_id and here != self._met):
-            log.warning("the lighthouse has been restarted")
-            self._distrust = True
-        self._quorum_id = quorum_id
         missing = sorted(set(self._met) - set(here))
         if self._distrust and missing:
             if not self._group.broadcast([int(self.may_go_on())])[0]:
-                raise ExchangeError(f"the lighthouse was restarted and islands {missing} are not back yet")
+                raise TooFewIslands(f"the lighthouse was restarted and islands {missing} are not back yet")
             log.warning("going on without islands %s, as the operator allows", missing)
         self._distrust = False
         self._met = here
@@ -219,7 +268,9 @@ class Membership:
         with contextlib.suppress(Exception):
             self._manager.shutdown(wait=False)
         self._group.barrier()
+        self.beat()  # the quorum may have waited as long as it may, and so may what follows
         check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s)
+        self.beat()
         self._build()
 
     @property

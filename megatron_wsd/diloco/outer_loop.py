@@ -194,6 +194,7 @@ class OuterLoop(ABC):
         half = self._joined()
         count, islands = self._address.islands, self._config.islands
         started, told = time.monotonic(), 0.0
+        taken = [f.taken.get(self.island) for f in self._state.fragments]
         while True:
             result = half.run_round({}, self.position)
             self._met(result)
@@ -224,6 +225,9 @@ class OuterLoop(ABC):
             time.sleep(0.5)
         half.settled = True
         self.last_round = result
+        for f, state, before in zip(self._local.fragments, self._state.fragments, taken, strict=True):
+            if f.error is not None and state.taken.get(self.island) != before:
+                f.error.zero_()  # a contribution after that of the checkpoint has told it already
         self._started()
         if self._fresh and self.outer_step > 0:
             self._begin_rewarm()
@@ -381,6 +385,13 @@ class OuterLoop(ABC):
         self._write(Path(folder))
 
     def _write(self, folder: Path) -> None:
+        if self._state.outer_step < 0:
+            raise CheckpointError(
+                str(folder),
+                "a whole outer state to write",
+                "one that a failed step or healing has torn",
+                "Go on from an older checkpoint, or from another island's.",
+            )
         extra = {
             "inner_step": self.inner_step,
             "position": self.position,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq, step_fragment
 from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.diloco.wire import Chunk, broadcast_flat, broadcast_json, cut
-from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError
+from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError, TooFewIslands
 from megatron_wsd.optim import native, wire
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RoundResult:
     Attributes:
         committed: the anchor of ``fragment`` has moved.
         void: an exchange or a vote failed; nothing has changed and the same can be offered again.
+        waiting: it is void since islands are missing without which nothing may be committed.
         healed: this island received the outer state of another.
         skipped: every gate was 0 and nothing moved; the contributions are used up.
         fragment: what the round was about; None if there was nothing to merge.
@@ -55,6 +57,7 @@ class RoundResult:
 
     committed: bool = False
     void: bool = False
+    waiting: bool = False
     healed: bool = False
     skipped: bool = False
     fragment: int | None = None
@@ -162,6 +165,7 @@ class OuterHalf:
             self._attempt(pending, position, withdraw, order, (ending, done), result)
         except ExchangeError as e:
             result.void, result.reason = True, str(e)
+            result.waiting = isinstance(e, TooFewIslands)
         result.bytes = self._seat.bytes_moved - bytes_before
         result.seconds = time.perf_counter() - started
         result.digest = self._island_digest
@@ -193,6 +197,9 @@ class OuterHalf:
         if decision.fragment is None or not decision.contributors:
             result.reason = "nothing to merge"
             return
+        least, here = self._config.islands.min_islands or 1, decision.islands
+        if len(here) < least:
+            raise TooFewIslands(f"islands {list(here)} are here, and at least {least} must be to commit")
         fragment = self.state.fragments[decision.fragment]
         result.gates, merge = begin_merge(self._config, decision, self.fmt, fragment.layout, self._merged)
         if merge is None:
@@ -321,7 +328,8 @@ class OuterHalf:
         receiving = self._island in decision.healed
         problem = ""
         counters: dict[str, Any] = self.state.counters()
-        with self.state.still:
+        # The others write what they hold already: a checkpoint of theirs need not wait.
+        with self.state.still if receiving else nullcontext():
             try:
                 counters = broadcast_json(self._seat, counters, place, receiving=receiving)
                 self._faults.here("healing", decision.outer_step)

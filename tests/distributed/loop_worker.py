@@ -2,12 +2,17 @@
 
 The model is a handful of tensors that are drawn to a target of each island's own, so that islands disagree and
 everything is a pure function of (island, inner step): nothing here learns, and every number can be checked.
+
+Beside the metrics of the run it leaves ``trace.jsonl``: a line when it has met the others, and one a commit with all
+counters after it, written by the outer half at that very moment, so that what a process did is known when it dies
+in the next one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -15,11 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RUST_LOG", "warn")
+
 import torch
 import torch.distributed as dist
+import torchft  # noqa: F401  # here, so that a process which is forked from this module has it
 
 from megatron_wsd.config import parse_config
+from megatron_wsd.diloco import round as round_module
+from megatron_wsd.diloco.faults import VARIABLE, parse_faults
 from megatron_wsd.diloco.island import IslandAddress
+from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.loop import Decoupled, Lockstep, OuterLoop
 from megatron_wsd.errors import MegatronWSDError
 from megatron_wsd.shards.zero3 import Shard
@@ -37,10 +49,13 @@ SHAPES = {
 class PlainShards:
     """Tensors in the place of an engine's shards."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, without: str = "") -> None:
         g = torch.Generator().manual_seed(seed)
-        self.values = [torch.randn(torch.Size(shape), generator=g).view(-1) for shape in SHAPES.values()]
-        self.shards = [Shard(name, shape, 0, v.numel()) for (name, shape), v in zip(SHAPES.items(), self.values)]
+        shapes = {name: shape for name, shape in SHAPES.items() if name != without}
+        self.values = [torch.randn(torch.Size(shape), generator=g).view(-1) for shape in shapes.values()]
+        self.shards = [
+            Shard(name, shape, 0, v.numel()) for (name, shape), v in zip(shapes.items(), self.values)
+        ]
 
     def read(self, out: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
         for i, target in zip(range(len(self.values)) if members is None else members, out, strict=True):
@@ -80,7 +95,7 @@ def build(job: dict[str, Any]) -> tuple[OuterLoop, PlainEngine, PlainShards]:
     address = IslandAddress(
         job["island"], job["islands"], job["lighthouse"], ("localhost", store.port), Path(job["run_dir"])
     )
-    shards = PlainShards(job.get("weight_seed", 0))
+    shards = PlainShards(job.get("weight_seed", 0), job.get("without", ""))
     engine = PlainEngine(shards, job["island"])
     kind = Lockstep if config.sync.mode == "sync" else Decoupled
     loop = kind(engine, config, address, 0, shards)
@@ -88,8 +103,74 @@ def build(job: dict[str, Any]) -> tuple[OuterLoop, PlainEngine, PlainShards]:
     return loop, engine, shards
 
 
-def checkpoint(loop: OuterLoop, folder: Path) -> None:
-    loop.save(folder)
+class Trace:
+    """Lets every outer step of this process leave a line in ``path``.
+
+    Attributes:
+        fed_back: fragment and cursor of every contribution whose rounding error was taken into account.
+    """
+
+    def __init__(self, path: Path, island: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  # until the process ends
+        self._island = island
+        self.fed_back: list[tuple[int, int]] = []
+        self._watch_steps()
+        self._watch_feedback()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, "time": time.time(), "island": self._island, **fields}
+        self._file.write(json.dumps(line) + "\n")
+
+    def _watch_steps(self) -> None:
+        plain = round_module.step_fragment
+
+        def traced(config: Any, schedule: Any, state: Any, decision: Any, merged: Any) -> None:
+            plain(config, schedule, state, decision, merged)
+            offers = {i: decision.offer(i) for i in decision.contributors}
+            self.write(
+                "commit",
+                outer_step=state.outer_step,
+                fragment=decision.fragment,
+                islands=decision.islands,
+                offers={i: [o.base, o.cursor, o.steps, o.tokens] for i, o in offers.items()},
+                **counters(state),
+            )
+
+        round_module.step_fragment = traced
+
+    def _watch_feedback(self) -> None:
+        plain = Local.committed
+
+        def traced(local: Local, contribution: Any) -> None:
+            if not contribution.counted:
+                self.fed_back.append((contribution.fragment, contribution.cursor))
+            plain(local, contribution)
+
+        Local.committed = traced  # type: ignore[method-assign]
+
+    def note_life(self, loop: OuterLoop, loaded: list[int | None]) -> None:
+        """The island has met the others; ``loaded`` says what of its own it knew to be committed before."""
+        taken = [f.taken.get(loop.island) for f in loop.state.fragments]
+        errors = [0.0 if f.error is None else float(f.error.abs().max()) for f in loop._local.fragments]
+        moved = [a != b for a, b in zip(taken, loaded, strict=True)]
+        self.write("life", outer_step=loop.outer_step, moved=moved, errors=errors)
+
+
+def counters(state: Any) -> dict[str, Any]:
+    return {
+        "versions": [f.version for f in state.fragments],
+        "taken": [dict(sorted(f.taken.items())) for f in state.fragments],
+        "fragment_tokens": [f.tokens for f in state.fragments],
+        "fragment_steps": [f.steps for f in state.fragments],
+    }
+
+
+def arm(loop: OuterLoop, path: Path) -> None:
+    """Take over faults that were asked for while the process runs."""
+    if path.exists():
+        loop.faults._left.extend(parse_faults(path.read_text()))
+        path.unlink()
 
 
 def resume(loop: OuterLoop, engine: PlainEngine, shards: PlainShards, folder: Path) -> bool:
@@ -103,12 +184,21 @@ def resume(loop: OuterLoop, engine: PlainEngine, shards: PlainShards, folder: Pa
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    home = Path(job["run_dir"]) / f"island_{job['island']}"
+    folder = home / "checkpoint"
+    trace = Trace(home / "trace.jsonl", job["island"])
     loop, engine, shards = build(job)
-    folder = Path(job["run_dir"]) / f"island_{job['island']}" / "checkpoint"
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    loop.stop_requested = lambda: bool(asked)
     resumed = bool(job.get("resume")) and resume(loop, engine, shards, folder)
+    loaded = [f.taken.get(loop.island) for f in loop.state.fragments]
     loop.meet()
+    trace.note_life(loop, loaded)
+    met_at = loop.outer_step
     began, trained, longest = time.monotonic(), 0, 0.0
-    while loop.position < job["until"] and not Path(job["run_dir"], "stop").exists():
+    while loop.position < until(job) and not asked:
+        arm(loop, home / "faults")
         engine.train()
         time.sleep(job.get("step_s", 0.02))
         before = time.monotonic()
@@ -116,14 +206,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         longest = max(longest, time.monotonic() - before)
         trained += 1
         if job.get("save_every") and trained % job["save_every"] == 0:
-            checkpoint(loop, folder)
+            loop.save(folder)
     seconds = time.monotonic() - began
-    loop.finish()
+    if asked:
+        loop.save(folder)
+    else:
+        loop.finish()
     result = {
+        "stopped": bool(asked),
+        "met_at": met_at,
+        "fed_back": trace.fed_back,
         "resumed": resumed,
         "outer_step": loop.outer_step,
-        "versions": [f.version for f in loop.state.fragments],
-        "taken": [f.taken for f in loop.state.fragments],
+        **counters(loop.state),
         "inner_step": loop.inner_step,
         "position": loop.position,
         "tokens": loop.tokens,
@@ -141,20 +236,35 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+def until(job: dict[str, Any]) -> int:
+    """The position at which the run is over; the file ``stop`` brings it forward while it runs."""
+    stop = Path(job["run_dir"], "stop")
+    return int(stop.read_text()) if stop.exists() else int(job["until"])
+
+
+def work(job: dict[str, Any]) -> None:
+    """The life of one island, to the end of the process; what it found is in the file ``job["out"]``."""
     torch.set_num_threads(1)
+    signal.alarm(job.get("limit_s", 300))  # nobody is left behind if the test itself is killed
     try:
         result = run(job)
     except MegatronWSDError as e:
+        traceback.print_exc()
         result = {"error": type(e).__name__, "text": str(e)}
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    Path(job["out"]).write_text(json.dumps(result))
+    out = Path(job["out"])
+    out.with_suffix(".part").write_text(json.dumps(result))
+    out.with_suffix(".part").replace(out)
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+def forked(job: dict[str, Any], faults: str, log: str) -> None:
+    """`work` in a process that was forked after all imports, which are most of what a start costs."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ[VARIABLE] = faults
+    work(job)
