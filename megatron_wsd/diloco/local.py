@@ -18,7 +18,7 @@ from megatron_wsd.diloco.fragments import Fragment
 from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.diloco.wire import cut
 from megatron_wsd.optim import native, wire
-from megatron_wsd.shards.zero3 import Shards
+from megatron_wsd.shards.zero3 import Shards, host_zeros
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Local:
         ]
         self._chunks = [cut(self._fmt, f.layout.total, config.sync.bucket_bytes) for f in state.fragments]
         largest = max(f.layout.total for f in state.fragments)
-        self._scratch = torch.zeros(largest)
-        self._gradient = torch.zeros(largest) if self._lockstep else None
+        self._scratch = host_zeros(largest)
+        self._gradient = host_zeros(largest) if self._lockstep else None
 
     def count(self, tokens: int) -> None:
         """One more inner step."""
@@ -119,12 +119,12 @@ class Local:
         """
         f, layout = self.fragments[i], self._state.fragments[i].layout
         if keep:
-            gradient = torch.zeros(layout.total)
+            gradient = host_zeros(layout.total)
         elif self._gradient is not None:
             gradient = self._gradient[: layout.total]
             gradient.zero_()  # another fragment's numbers lie where this one has padding
         else:
-            f.buffer = torch.zeros(layout.total) if f.buffer is None else f.buffer.zero_()
+            f.buffer = host_zeros(layout.total) if f.buffer is None else f.buffer.zero_()
             gradient = f.buffer
         self._shards.read(layout.views(gradient), f.members)
         torch.sub(f.base, gradient, out=gradient)

@@ -74,23 +74,26 @@ class Lockstep(OuterLoop):
     def _round(self, i: int) -> RoundResult:
         half = self._joined()
         contribution = self._contribution(i)
-        patience = Patience(self._config)
+        patience, healed = Patience(self._config), False
         while True:
             pending = {} if contribution is None else {i: contribution}
             result = half.run_round(pending, self.inner_step, self._withdraw, self._orders.proposed())
             self.last_round = result
+            if result.healed:
+                healed, contribution = True, None  # it was trained from what this island no longer holds
+            if result.again:
+                self._journal.note(result, self.inner_step)
+                continue
             if not result.void:
                 break
             self._journal.note_void(result, self.inner_step, self.outer_step)
-            if result.healed:
-                contribution = None  # it was trained from a version that this island no longer holds
             if not self._group.all_agree(not self.stop_requested()):
                 return result  # the progress stays local, and is offered after a resume
             log.warning("round void: %s", result.reason)
             pause_s = patience.note(result)
             self._beat()
             time.sleep(pause_s)
-        self._adopt(result, i)
+        self._adopt(result, i, everything=healed)
         self._journal.note(result, self.inner_step)
         return result
 
@@ -107,14 +110,15 @@ class Lockstep(OuterLoop):
         fewer = before is not None and len(decision.reports) < len(before.reports)
         return fewer and not self._group.all_agree(not self.stop_requested())
 
-    def _adopt(self, result: RoundResult, own: int | None = None) -> None:
+    def _adopt(self, result: RoundResult, own: int | None = None, *, everything: bool = False) -> None:
         """Make the island hold the anchor, and stand where the others stand.
 
         Args:
             own: the fragment at whose sync point it stands.
+            everything: all fragments, since the island was healed.
         """
         which = {i for i in (own, result.fragment) if i is not None}
-        if result.healed:
+        if result.healed or everything:
             which = set(range(len(self._state.fragments)))
         for i in sorted(which):
             self._local.adopt(i)

@@ -274,6 +274,11 @@ class Membership:
         self._build()
 
     @property
+    def host(self) -> str:
+        """Address under which the other islands reach this machine."""
+        return self._address.store[0]
+
+    @property
     def usable(self) -> bool:
         """Whether the group between the islands was configured and has not failed since."""
         return self._manager.errored() is None and self._pg._pg is not None

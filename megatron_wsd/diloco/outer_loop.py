@@ -200,6 +200,8 @@ class OuterLoop(ABC):
             self._met(result)
             here = result.decision.islands if result.decision else (self._address.island,)
             under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
+            if result.again:
+                continue  # who was healed, or has healed, meets the others once more
             if not result.void and (len(here) == count or result.committed or under_way):
                 break
             if not self._group.all_agree(not self.stop_requested()):
@@ -430,6 +432,8 @@ class OuterLoop(ABC):
     def close(self) -> None:
         """Leave the other islands, and close the metrics."""
         self.metrics.close()
+        if self._half is not None:
+            self._half.close()
         if self._seat is not None:
             self._seat.shutdown()
             self._seat = None

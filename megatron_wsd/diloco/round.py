@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +24,9 @@ from megatron_wsd.diloco.fragments import SyncPoints
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq, step_fragment
+from megatron_wsd.diloco.snapshot import SnapshotServer, fetch
 from megatron_wsd.diloco.state import FragmentState, OuterState
-from megatron_wsd.diloco.wire import Chunk, broadcast_flat, broadcast_json, cut
+from megatron_wsd.diloco.wire import Chunk, broadcast_json, cut
 from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError, TooFewIslands
 from megatron_wsd.optim import native, wire
 
@@ -42,6 +42,7 @@ class RoundResult:
         void: an exchange or a vote failed; nothing has changed and the same can be offered again.
         waiting: it is void since islands are missing without which nothing may be committed.
         healed: this island received the outer state of another.
+        again: somebody was healed, and nothing else happened: what is offered waits for the next round.
         skipped: every gate was 0 and nothing moved; the contributions are used up.
         fragment: what the round was about; None if there was nothing to merge.
         decision: what the islands agreed on; None if they did not come that far.
@@ -59,6 +60,7 @@ class RoundResult:
     void: bool = False
     waiting: bool = False
     healed: bool = False
+    again: bool = False
     skipped: bool = False
     fragment: int | None = None
     decision: Decision | None = None
@@ -121,8 +123,15 @@ class OuterHalf:
         self._data_number, self._plan_number = data_digest, plan_digest
         self._config_number = int(config.digest()[:15], 16)
         self._outvoted = False
+        self._server: SnapshotServer | None = None
         self._island_digest = 0
         self.refresh_digest()
+
+    def close(self) -> None:
+        """Heal nobody any more."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def refresh_digest(self) -> int:
         """Digest the outer state anew after it changed; equal on all ranks of the island."""
@@ -192,7 +201,9 @@ class OuterHalf:
             self._note_outvoted(decision)
         if decision.healed:
             self._heal(decision, pending)
-            result.healed = self._island in decision.healed
+            result.healed, result.again = self._island in decision.healed, True
+            result.reason = f"islands {list(decision.healed)} are being healed"
+            return
         result.fragment = decision.fragment
         if decision.fragment is None or not decision.contributors:
             result.reason = "nothing to merge"
@@ -319,40 +330,45 @@ class OuterHalf:
         log.error("outer state differs from the majority at step %d: healing", decision.outer_step)
 
     def _heal(self, decision: Decision, pending: Mapping[int, Contribution]) -> None:
-        """The leader sends its outer state over the group; the healed overwrite theirs.
+        """The leader says where its outer state can be fetched; the healed overwrite theirs with it.
 
-        Nothing of it can change meanwhile: outer state changes in rounds alone, and this is one.
+        The others go on to the next quorum, which waits for the healed: nothing changes meanwhile.
         """
         assert decision.source is not None
-        place = decision.place(decision.source)
         receiving = self._island in decision.healed
-        problem = ""
-        counters: dict[str, Any] = self.state.counters()
-        # The others write what they hold already: a checkpoint of theirs need not wait.
-        with self.state.still if receiving else nullcontext():
-            try:
-                counters = broadcast_json(self._seat, counters, place, receiving=receiving)
-                self._faults.here("healing", decision.outer_step)
-                for name, tensor in sorted(self.state.tensors().items()):
-                    log.debug("healing %s", name)
-                    broadcast_flat(self._seat, tensor, place, self._config.sync.bucket_bytes)
-            except Exception as e:  # told to the other ranks, then to the other islands
-                problem = _said(e)
-                self._seat.abort()
-            if receiving:
-                self.state.forget_digest()  # a broadcast writes where torch does not see it
-                # Torn by a failure it stands behind everybody until a healing succeeds.
-                self.state.take_counters({**counters, "outer_step": -1} if problem else counters)
-                for i, c in pending.items():  # it may have missed the commit of what it still holds
-                    if not problem and self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
-                        self.on_commit(c)
-        whole = self._group.all_agree(not problem)
-        if receiving:
-            if not whole:
-                self.state.outer_step = -1
-            self.refresh_digest()
-        if not whole:
+        problem, offer = "", {}
+        try:
+            if decision.source == self._island:
+                self._server = self._server or SnapshotServer(
+                    self.state, self._seat.host, self._config.sync.timeout_s, self._faults
+                )
+                offer = self._server.offer()
+            place = decision.place(decision.source)
+            offer = broadcast_json(self._seat, offer, place, receiving=decision.source != self._island)
+        except Exception as e:  # told to the other ranks, then to the other islands
+            problem = _said(e)
+            self._seat.abort()
+        if not self._group.all_agree(not problem):
             self._seat.vote(False)
+            raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
+        if not receiving:
+            return
+        try:
+            self._faults.here("healing", decision.outer_step)
+            with self.state.still:
+                limits = self._config.sync.timeout_s, self._config.islands.heal_mbit_per_s
+                fetch(offer, self.state, *limits, self._seat.beat)
+                for i, c in pending.items():  # it may have missed the commit of what it still holds
+                    if self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
+                        self.on_commit(c)
+            self._seat.bytes_moved += offer["bytes"]
+        except Exception as e:
+            problem = _said(e)
+        whole = self._group.all_agree(not problem)
+        if not whole:
+            self.state.outer_step = -1  # torn: it stands behind everybody until a healing succeeds
+        self.refresh_digest()
+        if not whole:
             raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
 
     def _take_order(self, decision: Decision, own: Order | None) -> dict[str, Any]:

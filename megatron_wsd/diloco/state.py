@@ -203,8 +203,8 @@ def make_state(config: Config, shards: Shards, plan: Sequence[Fragment]) -> Oute
         layout = FlatLayout(
             [
                 Segment(
-                    name=s.name,
-                    key=parameter_key(s.name),
+                    name=s.key_name,
+                    key=parameter_key(s.key_name),
                     numel=s.numel,
                     element0=s.start,
                     quantised=outer.state_bits == 8 and wants_8bit(s.name, s.global_numel, s.shape),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +38,6 @@ def cut(fmt: WireFormat, numel: int, bucket_bytes: int) -> list[Chunk]:
     return found
 
 
-def buckets(numel: int, bucket_bytes: int, element_size: int = 4) -> Iterator[tuple[int, int]]:
-    """Cut ``numel`` elements into ``(start, end)`` ranges of at most ``bucket_bytes`` each."""
-    step = max(1, bucket_bytes // element_size)
-    for start in range(0, numel, step):
-        yield start, min(numel, start + step)
-
-
 def broadcast_json(seat: Membership, value: Any, source: int, *, receiving: bool) -> Any:
     """Send a json value from one island to the equal ranks of all others; returns it everywhere.
 
@@ -58,13 +50,3 @@ def broadcast_json(seat: Membership, value: Any, source: int, *, receiving: bool
     payload = torch.empty(int(length), dtype=torch.uint8) if receiving else text
     seat.broadcast(payload, source)
     return json.loads(bytes(payload.tolist()))
-
-
-def broadcast_flat(seat: Membership, flat: torch.Tensor, source: int, bucket_bytes: int) -> None:
-    """Send a flat tensor from one island to the equal ranks of all others; in place.
-
-    Raises:
-        ExchangeError: a peer is gone or too late; ``flat`` may be partly overwritten elsewhere.
-    """
-    for start, end in buckets(flat.numel(), bucket_bytes, flat.element_size()):
-        seat.broadcast(flat[start:end], source)

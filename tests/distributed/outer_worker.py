@@ -59,18 +59,25 @@ class Island:
 
     def meet(self, everyone: int) -> RoundResult:
         """Empty-handed rounds until all are there."""
+        healed = False
         while True:
             result = self.half.run_round({}, 0)
+            healed = result.healed = healed or result.healed
+            if result.again:
+                continue
             if not result.void and (result.committed or len(result.decision.islands) == everyone):  # type: ignore[union-attr]
                 self.half.settled = True
                 return result
 
     def round(self, round_: int, inner_step: int | None = None) -> RoundResult:
         """One round, tried again while void."""
+        healed = False
         while True:
             step = 10 * (round_ + 1) if inner_step is None else inner_step
-            result = self.half.run_round({0: self.contribution(round_)}, step)
-            if not result.void:
+            pending = {} if healed else {0: self.contribution(round_)}
+            result = self.half.run_round(pending, step)
+            healed = result.healed = healed or result.healed
+            if not (result.void or result.again):
                 return result
 
     def anchor(self) -> list[list[float]]:
