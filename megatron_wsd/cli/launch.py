@@ -15,7 +15,7 @@ import typer
 from megatron_wsd.cli.command import Island
 from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.island import dry_lines
-from megatron_wsd.cli.lighthouse import lighthouse_command, start_lighthouse
+from megatron_wsd.cli.lighthouse import Lighthouse, lighthouse_command
 from megatron_wsd.cli.logs import excerpt, starts
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
@@ -99,7 +99,8 @@ def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest) ->
     from megatron_wsd import report
 
     watch = _Watch(config, run, stop)
-    lighthouse, address = start_lighthouse(config.islands, run.lighthouse_log)
+    lighthouse = Lighthouse(config.islands, run.lighthouse_log)
+    address = lighthouse.address
     try:
         run.set_lighthouse(address)
         say("launch", f"run folder {run.path}")
@@ -149,7 +150,7 @@ class _Watch:
             command = [*plan.own_command(), "--master-port", str(port)]
             self._children[plan.island] = Guarded(command, env)
 
-    def until_the_end(self, lighthouse: Guarded) -> None:
+    def until_the_end(self, lighthouse: Lighthouse) -> None:
         """Wait until no island of this run is left, also none that was started again by hand."""
         asked = False
         while running := self._running():
@@ -164,17 +165,18 @@ class _Watch:
                 self._end(running)
             if self._stop.count > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self.kill()
-            if lighthouse.poll() is not None and not self.lighthouse_lost:
-                # Started anew it would let the first caller commit alone: better to stop and resume.
-                self.lighthouse_lost = True
-                say("launch", "the lighthouse has ended: stopping all islands")
-                self._end_others(running)
+            if not (lighthouse.alive() or self.lighthouse_lost or self._stop.count):
+                say("launch", "the lighthouse has ended: starting it again")
+                if not lighthouse.restart():
+                    self.lighthouse_lost = True
+                    say("launch", "the lighthouse does not stay: stopping all islands")
+                    self._end_others(running)
             time.sleep(0.1)
         for island in self._children.keys() - self._settled:
             self._note_end(island)
         if (others := self._locked()) and not self._stop.count and not self.lighthouse_lost:
             say("launch", f"waiting for {_names(others)}, started by hand")
-            while self._locked() and not self._stop.count and lighthouse.poll() is None:
+            while self._locked() and not self._stop.count and lighthouse.alive():
                 time.sleep(0.5)
 
     def kill(self) -> None:

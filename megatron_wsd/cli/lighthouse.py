@@ -11,6 +11,7 @@ from megatron_wsd.cli.process import Guarded, free_port
 from megatron_wsd.config import IslandsConfig
 from megatron_wsd.errors import IslandError
 
+_MOST_RESTARTS = 3
 _START_TIMEOUT_S = 60.0  # it imports torch first, which a cold disk makes slow
 
 
@@ -30,21 +31,58 @@ def lighthouse_command(islands: IslandsConfig, bind: str) -> list[str]:
     ]
 
 
-def start_lighthouse(islands: IslandsConfig, log: Path) -> tuple[Guarded, str]:
-    """Start a lighthouse on the loopback interface; returns it and its address once it answers.
+class Lighthouse:
+    """A lighthouse on the loopback interface, which answers once it was made.
+
+    Args:
+        islands: for its timeouts.
+        log: of its output; appended to.
+
+    Attributes:
+        address: http address, the same over restarts.
 
     Raises:
         IslandError: it ended, or did not answer in time.
     """
-    port = free_port()
-    with log.open("ab") as file:
-        server = Guarded(lighthouse_command(islands, f"127.0.0.1:{port}"), output=file)
-    try:
-        _await(server, port, log)
-    except BaseException:
-        server.kill()
-        raise
-    return server, f"http://127.0.0.1:{port}"
+
+    def __init__(self, islands: IslandsConfig, log: Path) -> None:
+        self._islands, self._log, self._port = islands, log, free_port()
+        self.address = f"http://127.0.0.1:{self._port}"
+        self._restarts = 0
+        self._server = self._start()
+
+    def _start(self) -> Guarded:
+        with self._log.open("ab") as file:
+            server = Guarded(lighthouse_command(self._islands, f"127.0.0.1:{self._port}"), output=file)
+        try:
+            _await(server, self._port, self._log)
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._server.poll() is None
+
+    def restart(self) -> bool:
+        """Start it again where it was; False if it has ended too often, or does not start.
+
+        It has forgotten who was alive; the islands commit nothing until all of them are back.
+        """
+        self._server.kill()
+        self._restarts += 1
+        if self._restarts > _MOST_RESTARTS:
+            return False
+        try:
+            self._server = self._start()
+        except IslandError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it."""
+        self._server.kill()
 
 
 def _await(server: Guarded, port: int, log: Path) -> None:

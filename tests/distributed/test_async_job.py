@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_main_job import command, config, ranks_of, records, wait_for
 
@@ -76,6 +77,12 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
         return children[-1]
 
     try:
+        wait_until("a round", lambda: (run / "island_0/metrics.jsonl").exists() and newest(run, 0) > 0)
+        address = json.loads((run / "run.json").read_text())["lighthouse"].removeprefix("http://")
+        lighthouses = [p for p in psutil.process_iter() if address in p.cmdline()]
+        assert lighthouses
+        for process in lighthouses:
+            process.kill()
         wait_for(run, 0, '"event": "alone"')  # the rank that hung has ended itself, and its island with it
         wait_until("the end of island 1", lambda: "island 1 failed" in (tmp_path / "output.txt").read_text())
         commits_more(run, 0, 2)
@@ -108,6 +115,7 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
                 rank.kill()
         output.close()
     told = (tmp_path / "output.txt").read_text()
+    assert "the lighthouse has ended: starting it again" in told
     for fault in FAULTS:
         assert fault in told, f"{fault} did not happen"
 
