@@ -51,7 +51,7 @@ def starting_point(run_dir: Path, island: int, config: Config) -> Start:
     else:
         eras, parent = [{"islands": config.islands.count, "config_digest": config.digest()}], None
     era, count = len(eras) - 1, int(eras[-1]["islands"])
-    step = resume_step(run_dir, island, count, era)
+    step = resume_step(run_dir, island, count, era, lockstep=config.sync.mode == "sync")
     if step is None and era > 0:
         return _after_change(run, eras, parent, island, config)
     source = _at(run, eras, parent, island, step)
@@ -119,7 +119,8 @@ def plan_change(run_dir: Path, config: Config) -> Change | None:
     ):
         eras = eras[:-1]
     count = int(eras[-1]["islands"])
-    steps = [resume_step(run.path, i, count, len(eras) - 1) for i in range(count)]
+    lockstep = config.sync.mode == "sync"
+    steps = [resume_step(run.path, i, count, len(eras) - 1, lockstep=lockstep) for i in range(count)]
     sources = [_at(run, eras, parent, i, step) for i, step in enumerate(steps)]
     rounds = [0 if s is None else s.outer_step for s in sources]
     lead = max(rounds[:now])

@@ -23,6 +23,7 @@ from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
 from megatron_wsd.lineage import Parent
 from megatron_wsd.metrics import monitors_of, say, set_up_logging
+from megatron_wsd.models.utilisation import peak_tflops, utilisation, was_clipped
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from megatron_wsd.diloco.round import RoundResult
 
 log = logging.getLogger(__name__)
+
+# What `islands.hang_timeout_s` does not count: writing a checkpoint, and compiling in the first step.
+_LONGEST_SAVE_S = _LONGEST_START_S = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +96,7 @@ class Trainer:
     def __init__(self, config: Config, run_dir: Path, steps: int | None, *, resume: bool) -> None:
         self.config, self.run_dir = config, run_dir
         self._stop_requested = False
-        self._validated = ("", -1)
+        self._validated = ("", -1, -1)
         self._validations = 0
         self._steps = steps
         check_trainer(config)
@@ -130,8 +134,11 @@ class Trainer:
 
         logging.getLogger("DeepSpeed").setLevel(os.environ.get("DS_LOG_LEVEL", "WARNING").upper())
         deepspeed.init_distributed()
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.config.tensor_parallel)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # The ranks of one tensor parallel group read the same samples.
+        self.readers = parallel_state.get_data_parallel_world_size()
+        self.reader = parallel_state.get_data_parallel_rank()
         self.device = torch.device(deepspeed.get_accelerator().current_device_name())
         self._open_data()
         self._build_engine()
@@ -157,29 +164,34 @@ class Trainer:
             self.corpora,
             self.sampler,
             model.seq_length,
-            ranks=self.ranks,
-            rank=self.rank,
+            ranks=self.readers,
+            rank=self.reader,
             micro_batch=config.micro_batch,
             grad_accum=config.grad_accum,
         )
 
     def _build_engine(self) -> None:
-        import deepspeed
+        import torch
 
         from megatron_wsd.data.tokenizer import load_tokenizer
-        from megatron_wsd.models.gpt import CausalInputs, build_gpt, resolve_vocab
+        from megatron_wsd.models.engine import build_engine
+        from megatron_wsd.models.gpt import CausalInputs, resolve_vocab
+        from megatron_wsd.planner.model import flops_per_token
 
-        assert self.config.model is not None
-        vocab = resolve_vocab(self.config.model, load_tokenizer(self.config.data.tokenizer).vocab_size)
+        model = self.config.model
+        assert model is not None
+        vocab = resolve_vocab(model, load_tokenizer(self.config.data.tokenizer).vocab_size)
         self.corpora.check_vocab(vocab)
         ds = dict(self.config.deepspeed)
         ds.setdefault("steps_per_print", 10**9)
         ds = monitors_of(ds, self.run_dir, self.address.island)
-        with deepspeed.zero.Init(config_dict_or_path=ds):
-            model = build_gpt(self.config.model, vocab)
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=_decay_groups(model), config=ds)
-        self.parameters = sum(int(getattr(p, "ds_numel")) for p in model.parameters())  # noqa: B009
-        self.inputs = CausalInputs(self.device)
+        self.built = build_engine(self.config, ds, vocab)
+        self.engine = self.built.engine
+        self.inputs = CausalInputs(self.device, self.built.spec)
+        self._flops_per_token = flops_per_token(model, vocab)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        known = peak_tflops(name, bf16=self._precision() == "bf16")
+        self._peak_tflops = self.config.log.peak_tflops or known
 
     def _attach(self, resume: bool) -> None:
         import torch
@@ -188,7 +200,7 @@ class Trainer:
         from megatron_wsd.diloco.loop import attach
 
         fingerprints = "".join(v for _, v in sorted(self.corpora.fingerprints().items()))
-        self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config)
+        self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config, self.built.inner.family)
         choice = [Start()]
         if resume:
             if self.rank == 0:
@@ -217,7 +229,9 @@ class Trainer:
             island=self.address.island,
             step=self.outer.inner_step,
             outer_step=self.outer.outer_step,
-            parameters=self.parameters,
+            parameters=self.built.parameters,
+            inner=str(self.built.inner),
+            layers=self.built.spec,
             unigram_entropy=entropy,
             epoch_samples=self.sampler.sizes,
             seq_length=self.stream.seq_length,
@@ -227,13 +241,13 @@ class Trainer:
             how = f"resumed at step {self.outer.inner_step}" if folder else "fresh"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
             sync = self.config.sync
-            parts = f", {sync.fragments} fragments" if sync.fragments > 1 else ""
             say(
-                f"{how}: {self.parameters:,} parameters, {self.address.islands} islands of {self.ranks} "
-                f"ranks, {self._precision()}, to {end}, "
-                f"{sync.mode} rounds every {sync.inner_steps} steps{parts}, wire {sync.wire}, "
+                f"{how}: {self.built.parameters:,} parameters, {self.address.islands} islands of "
+                f"{self.ranks} ranks{self._grid()}, {self._precision()}, to {end}, "
+                f"{sync.mode}: {self.outer.sync_points.describe()}, wire {sync.wire}, "
                 f"outer {self.config.outer.optimizer} at {self.config.outer.lr:g}"
             )
+            say(f"inner optimizer: {self.built.inner}; layers: {self.built.spec}")
 
     def _begin_branch(self, parent: Parent) -> None:
         """What a branch does once, when it begins from its parent's checkpoint: its own decay."""
@@ -242,6 +256,10 @@ class Trainer:
             self.outer.carry_out(Order(kind="cancel", nonce=parent.order.nonce))
         self.outer.carry_out(parent.order)
         self.ledger.until = self.outer.state.cursor(self.address.island) * self.config.island_batch
+
+    def _grid(self) -> str:
+        tp = self.config.tensor_parallel
+        return f" ({tp} tensor x {self.readers} data parallel)" if tp > 1 else ""
 
     def _precision(self) -> str:
         for name in ("bf16", "fp16"):
@@ -258,6 +276,7 @@ class Trainer:
             signal.signal(number, self._on_signal)
         self.outer.meet()
         self._note_data(self.outer.last_round)  # a round that it was stopped before
+        self.outer.alive(_LONGEST_START_S)
         self._window = _Window()
         stopped = False
         try:
@@ -270,12 +289,14 @@ class Trainer:
 
     def _train(self) -> bool:
         """Inner steps and rounds until the end or a request to stop; whether it was the latter."""
-        stopped = False
+        stopped = due = False
         while not self._there() and not stopped:
             self._inner_step()
             interval = self.config.checkpoint.interval_steps
-            if interval and self.outer.inner_step % interval == 0 and not self._there():
+            due = due or bool(interval and self.outer.inner_step % interval == 0)
+            if due and not self._there() and self.outer.ready():
                 self._save()
+                due = False
             stopped = not self.outer.group.all_agree(not self._stop_requested)
         return stopped
 
@@ -318,8 +339,9 @@ class Trainer:
         for start, mix in plan[done:]:
             if start > self.outer.position:
                 break
-            at = start if self.config.sync.mode == "sync" else step
-            self.sampler.switch(at * self.config.island_batch, mix)
+            at = (start if self.config.sync.mode == "sync" else step) * self.config.island_batch
+            # An asynchronous island may have gone back behind its own last switch.
+            self.sampler.switch(max(at, self.sampler.history[-1][0]), mix)
             self.metrics.event("mix", step, f"step {step}: data mix is now {mix!r}")
 
     def _step_outer(self, tokens: int) -> None:
@@ -336,7 +358,7 @@ class Trainer:
             due, self._validations = now > self._validations, now
             if due:
                 self._evaluate("local")
-        if due and result is not None:
+        if due and result is not None and self.outer.ready():
             with self.outer.anchor_weights():
                 self._evaluate("anchor")
 
@@ -360,7 +382,7 @@ class Trainer:
         over = end is not None and self.outer.position >= end and not stopped
         if over:
             self._note_data(self.outer.finish())
-            if self._validated != ("anchor", self.outer.inner_step):
+            if self._validated != ("anchor", self.outer.inner_step, self.outer.outer_step):
                 self._evaluate("anchor")
         self._save()
         step = self.outer.inner_step
@@ -377,6 +399,8 @@ class Trainer:
         if step % self.config.log.interval_steps and not ends_a_phase and not self._there():
             return
         loss, tokens_per_s = self._window.close()
+        norm = float(self.engine.get_global_grad_norm() or 0.0)
+        mfu = utilisation(tokens_per_s, self._flops_per_token, self.ranks, self._peak_tflops)
         self.metrics.write(
             "step",
             step=step,
@@ -386,13 +410,16 @@ class Trainer:
             phase=phase,
             tokens=self.outer.tokens,
             tokens_per_s=tokens_per_s,
-            grad_norm=float(self.engine.get_global_grad_norm() or 0.0),
+            grad_norm=norm,
+            clipped=was_clipped(norm, float(self.engine.gradient_clipping())),
+            **({} if mfu is None else {"mfu": mfu}),
         )
         if self.rank == 0:
+            used = "" if mfu is None else f" mfu {mfu:.1%}"
             own = "" if self.config.sync.mode == "sync" else f" (own step {step})"
             say(
                 f"step {position}/{self.stop_at or 'open'}{own} {phase:<6} loss {loss:.4f} lr {lr:.3e} "
-                f"{tokens_per_s:,.0f} tok/s round {self.outer.outer_step}"
+                f"{tokens_per_s:,.0f} tok/s{used} round {self.outer.outer_step}"
             )
 
     def _evaluate(self, target: str) -> None:
@@ -401,13 +428,16 @@ class Trainer:
 
         config = self.config
         self.engine.eval()
-        self._validated = (target, self.outer.inner_step)
+        self._validated = (target, self.outer.inner_step, self.outer.outer_step)
         for corpus in sorted(self.corpora.files):
             batches = self.held_out.batches(
-                corpus, config.log.eval_batches, config.micro_batch, self.ranks, self.rank
+                corpus, config.log.eval_batches, config.micro_batch, self.readers, self.reader
             )
+            losses = []
             with torch.no_grad():
-                losses = [float(self._loss(tokens, labels)) for tokens, labels in batches]
+                for tokens, labels in batches:
+                    losses.append(float(self._loss(tokens, labels)))
+                    self.outer.alive()
             # Every rank has equally many batches; NaN and Inf go through as they are.
             loss = self.outer.group.mean(sum(losses) / len(losses))
             self.metrics.write(
@@ -424,7 +454,9 @@ class Trainer:
 
     def _save(self) -> None:
         step = self.outer.inner_step
+        self.outer.alive(_LONGEST_SAVE_S)
         self.checkpoints.save(self.engine, self.outer, self.sampler, self.ledger, step)
+        self.outer.alive()
         self.metrics.event("checkpoint", step, f"checkpoint of step {step} complete")
 
 
@@ -451,14 +483,6 @@ class _Window:
         speed = self._tokens / max(now - self._since, 1e-9)
         self._losses, self._tokens, self._since = [], 0, now
         return loss, speed
-
-
-def _decay_groups(model: Any) -> list[dict[str, Any]]:
-    """Two param groups: matrices with the json's weight decay, vectors (norms) without."""
-    matrices = [p for p in model.parameters() if len(p.ds_shape) > 1]
-    vectors = [p for p in model.parameters() if len(p.ds_shape) <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return [g for g in groups if g["params"]]
 
 
 def _int63(text: str) -> int:

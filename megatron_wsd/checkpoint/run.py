@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wsd import __version__
+from megatron_wsd.checkpoint.outer import MANIFEST as OUTER_MANIFEST
 from megatron_wsd.checkpoint.outer import agreed
 from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
 from megatron_wsd.config import Config
@@ -35,12 +36,13 @@ class RunCheckpoints:
     Args:
         root: ``RUN/island_<i>/checkpoints``.
         config: of the run; its digest goes into every manifest.
+        inner: whose inner optimizer it is, see `megatron_wsd.inner.Choice.family`; goes there too.
     """
 
-    def __init__(self, root: Path, config: Config) -> None:
+    def __init__(self, root: Path, config: Config, inner: str | None = None) -> None:
         run = RunDir(root.parents[1])
         self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(run.path))
-        self._config = config
+        self._config, self._inner = config, inner
         self._era = len(run.eras()) - 1 if run.run_json.exists() else 0
 
     def save(self, engine: Any, outer: OuterLoop, sampler: MixSampler, ledger: Ledger, step: int) -> None:
@@ -62,15 +64,21 @@ class RunCheckpoints:
                 "version": __version__,
                 "config": self._config.digest(),
                 "ranks": group.size,
+                "inner": self._inner,
                 "inner_step": outer.inner_step,
-                "outer_step": outer.outer_step,
-                "tokens": outer.tokens,
                 "schedule": engine.lr_scheduler.state_dict(),
                 "sampler": sampler.state_dict(),
                 "consumed": ledger.state_dict(),
                 "era": self._era,
             }
-            agreed(group, staging, lambda: self.store.complete(step, content) if first else None)
+
+            def complete() -> None:
+                # As they were when the outer state was written: a round may have been committed since.
+                told = json.loads((staging / "outer" / OUTER_MANIFEST).read_text())
+                facts = {"outer_step": told["counters"]["outer_step"], "tokens": told["extra"]["tokens"]}
+                self.store.complete(step, {**content, **facts})
+
+            agreed(group, staging, lambda: complete() if first else None)
         except CheckpointError:
             if first:
                 self.store.discard(step)
@@ -80,8 +88,17 @@ class RunCheckpoints:
         """Weights, inner optimizer and schedule.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: it is of another model, or of another implementation of the inner optimizer.
         """
+        manifest = json.loads((folder / MANIFEST).read_text())
+        wrote = manifest.get("inner")
+        if None not in (wrote, self._inner) and wrote != self._inner:
+            raise CheckpointError(
+                str(folder),
+                f"the state of the inner optimizer of this run, {self._inner}",
+                f"that of {wrote}",
+                'Name the one that wrote it in megatron_wsd.inner; "deepspeed_cpu" there is "deepspeed".',
+            )
         try:
             # The schedule comes from the manifest: the config's digest says that it is of this run, and what
             # was decided and overridden meanwhile is part of it.
@@ -97,7 +114,7 @@ class RunCheckpoints:
             ) from e
         if path is None:
             raise CheckpointError(str(folder / "engine"), "DeepSpeed's files", "none that it can load")
-        engine.lr_scheduler.restore(json.loads((folder / MANIFEST).read_text())["schedule"])
+        engine.lr_scheduler.restore(manifest["schedule"])
 
     def consumed(self, folder: Path) -> dict[str, Any] | None:
         """What the island had committed, as `Ledger.state_dict` gave it; for each rank alone."""

@@ -77,7 +77,9 @@ class CheckpointStore:
         for path in sorted(p for p in staging.rglob("*") if p.is_file()):
             flush_file(path)
             files[str(path.relative_to(staging))] = path.stat().st_size
-        write_json_atomic(staging / MANIFEST, {**content, "step": step, "files": files})
+        # A run that went back to an older one may write a lower step later: what is newest, numbers say.
+        serial = 1 + max((self._serial(s) for s in self.steps()), default=0)
+        write_json_atomic(staging / MANIFEST, {**content, "step": step, "serial": serial, "files": files})
         old = self.root / f"step_{step:08d}.old"
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -100,8 +102,12 @@ class CheckpointStore:
             return None
         return dict(content) if whole else None
 
+    def _serial(self, step: int) -> int:
+        manifest = self.manifest(step)
+        return 0 if manifest is None else int(manifest.get("serial", 0))
+
     def steps(self, era: int | None = None) -> list[int]:
-        """Steps of the complete checkpoints, ascending; with ``era`` those of it alone."""
+        """Steps of the complete checkpoints as they were written; with ``era`` those of it."""
         if not self.root.is_dir():
             return []
         found = []
@@ -113,22 +119,28 @@ class CheckpointStore:
             if manifest is None:
                 log.warning("ignoring %s: it is torn", entry)
             elif era is None or manifest.get("era", 0) == era:
-                found.append(int(match[1]))
-        return sorted(found)
+                found.append((int(manifest.get("serial", 0)), int(match[1])))
+        return [step for _, step in sorted(found)]
 
 
-def resume_step(run_dir: Path, island: int, islands: int, era: int = 0) -> int | None:
+def resume_step(
+    run_dir: Path, island: int, islands: int, era: int = 0, *, lockstep: bool = True
+) -> int | None:
     """The step that an island resumes from; None if it has no complete checkpoint of this era.
 
     Its own newest, if the newest of all islands come after the same round: islands that were stopped
     between two rounds may be some steps apart, and each goes on where it stood. Else the newest step that
     all islands have; else its own newest, and whoever is behind is healed. Folders of other islands that
     are not on this file system do not count. An era ends when the number of islands changes.
+
+    Not ``lockstep``, in asynchronous mode: its own newest; whoever has fewer rounds is healed by the others.
     """
     own = CheckpointStore(run_dir / f"island_{island}" / "checkpoints", 2)
     steps = own.steps(era)
     if not steps:
         return None
+    if not lockstep:
+        return steps[-1]
     common, rounds = set(steps), {_round_of(own, steps[-1])}
     for other in range(islands):
         root = run_dir / f"island_{other}" / "checkpoints"
@@ -139,7 +151,7 @@ def resume_step(run_dir: Path, island: int, islands: int, era: int = 0) -> int |
             rounds.add(_round_of(store, theirs[-1]) if theirs else None)
     if len(rounds) == 1 or not common:
         return steps[-1]
-    return max(common)
+    return next(step for step in reversed(steps) if step in common)
 
 
 def _round_of(store: CheckpointStore, step: int) -> int | None:

@@ -22,6 +22,7 @@ from megatron_wsd.cli.report import report
 from megatron_wsd.cli.resize import resize
 from megatron_wsd.cli.schedule import schedule
 from megatron_wsd.cli.status import status
+from megatron_wsd.cli.usage import Command, epilog
 from megatron_wsd.errors import MegatronWSDError
 
 
@@ -60,7 +61,12 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="megatron-wsd",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 
 
 @app.callback()
@@ -86,7 +92,8 @@ for _command in (
     report,
     doctor,
 ):
-    app.command(_command.__name__.replace("_", "-"))(_one_line_errors(_command))
+    _name = _command.__name__.replace("_", "-")
+    app.command(_name, cls=Command, epilog=epilog(_name))(_one_line_errors(_command))
 
 
 def main() -> None:

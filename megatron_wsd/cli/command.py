@@ -9,11 +9,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 import megatron_wsd
+from megatron_wsd.addresses import lighthouse_host_port
 from megatron_wsd.cli.machine import (
     cores,
     island_devices,
-    lighthouse_host_port,
     read_hostfile,
     tool,
     visible_cuda_devices,
@@ -116,9 +118,14 @@ class Island:
         if self.inject:
             added[VARIABLE] = join_faults(self.inject)
         if self.interface is not None:
-            # NCCL stays inside the island, whose own network may be another, faster one
+            added["MEGATRON_WSD_INTERFACE"] = self.interface
+            # DeepSpeed's groups stay inside the island, whose own network may be another, faster one, and must
+            # not break with a VPN that is started anew.
             inside = os.environ.get("NCCL_SOCKET_IFNAME", self.interface)
-            added |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": inside}
+            added["NCCL_SOCKET_IFNAME"] = inside
+            # NCCL takes patterns as well; gloo takes names alone.
+            named = inside if inside in psutil.net_if_addrs() else self.interface
+            added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", named)
         if not visible_cuda_devices():
             threads = max(1, cores() // (self.islands * self.ranks))
             added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")

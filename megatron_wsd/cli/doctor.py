@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -12,13 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_wsd.cli.machine import cores, tool
 from megatron_wsd.errors import MegatronWSDError
+from megatron_wsd.inner import NOT_NVIDIAS, apex_is_nvidias, apex_version
 
 _SETUP = "Run ./launch/setup.sh."
 _APEX = "Nothing here needs it. For its fused optimizers build NVIDIA's apex from its repository."
@@ -58,6 +59,7 @@ def findings() -> list[Finding]:
         _extension,
         _cuda,
         _apex,
+        _inner,
         lambda: _program("g++", "Install the Debian package g++; only building the extension needs it."),
         lambda: _program("nvcc", "Install the CUDA toolkit to build CUDA kernels; the CPU needs none."),
         lambda: _program("pdsh", "Install the Debian package pdsh; for islands of several machines."),
@@ -150,23 +152,36 @@ def _apex() -> Finding:
 
     It is tried in a process of its own: an apex built for another torch can end the interpreter.
     """
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
+    if importlib.util.find_spec("apex") is None:
         return Finding("apex", False, False, "not installed", _APEX)
-    try:
-        version = importlib.metadata.version("apex")
-    except importlib.metadata.PackageNotFoundError:
-        version = "of unknown version"
     probe = [sys.executable, "-c", "import apex.optimizers; apex.optimizers.FusedAdam"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 0:
-        return Finding("apex", True, False, f"NVIDIA's, {version}")
-    folders = spec.submodule_search_locations or []
-    if not any((Path(folder) / "optimizers").is_dir() for folder in folders):
-        found = f"{version}: not NVIDIA's, but the unrelated package of that name on PyPI"
-        return Finding("apex", False, False, found, f"pip uninstall apex. {_APEX}")
-    why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return Finding("apex", False, False, f"{version}, does not load: {why}", "Build it anew for this torch.")
+        return Finding("apex", True, False, f"NVIDIA's, {apex_version()}")
+    if not apex_is_nvidias():
+        return Finding(
+            "apex", False, False, f"{apex_version()}: {NOT_NVIDIAS}", f"pip uninstall apex. {_APEX}"
+        )
+    why = _last_line(done)
+    found = f"{apex_version()}, does not load: {why}"
+    return Finding("apex", False, False, found, "Build it anew for this torch.")
+
+
+def _inner() -> Finding:
+    """What ``"inner": "auto"`` takes here; in a process of its own, as it loads apex and DeepSpeed's ops."""
+    code = "from megatron_wsd.inner import describe; print(describe())"
+    environ = {"DS_ACCELERATOR": "cpu", **os.environ} if not _cuda().ok else None
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environ
+    )
+    if done.returncode:
+        remedy = 'Set "inner": "torch", or mend what is named.'
+        return Finding("inner AdamW", False, False, _last_line(done), remedy)
+    return Finding("inner AdamW", True, False, done.stdout.strip().splitlines()[-1])
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
 def _program(name: str, remedy: str) -> Finding:

@@ -6,8 +6,9 @@ import json
 import socket
 from collections.abc import Sequence
 
+from megatron_wsd.addresses import address_for
 from megatron_wsd.cli.command import Island
-from megatron_wsd.cli.machine import address_for, island_devices, read_hostfile, visible_cuda_devices
+from megatron_wsd.cli.machine import island_devices, read_hostfile, visible_cuda_devices
 from megatron_wsd.config import Config
 from megatron_wsd.errors import ConfigError, MegatronWSDError
 

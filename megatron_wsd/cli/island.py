@@ -15,10 +15,10 @@ from typing import IO, Annotated
 import psutil
 import typer
 
+from megatron_wsd.addresses import address_for, lighthouse_host_port
 from megatron_wsd.cli.command import Island, deepspeed_env_lines
 from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.logs import HEADER, console_text
-from megatron_wsd.cli.machine import address_for, lighthouse_host_port
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
 from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault

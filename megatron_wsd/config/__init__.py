@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_wsd.config import checks, keys
+from megatron_wsd.config import checks, engine, keys
 from megatron_wsd.config.block import (
     BLOCK,
     CheckpointConfig,
@@ -66,7 +66,7 @@ class Config:
         own = block.outer.lr_schedule
         self.outer_schedule = schedule_from_params(own) if isinstance(own, dict) else None
         self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
-        self.data, self.model = block.data, block.model
+        self.data, self.model, self.inner = block.data, block.model, block.inner
         self.checkpoint, self.log = block.checkpoint, block.log
 
     def resolved(self) -> dict[str, Any]:
@@ -98,9 +98,12 @@ class Config:
         block = whole[BLOCK]
         for part in ("log", "checkpoint"):
             del block[part]
-        block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith("_timeout_s")}
+        ends = ("_timeout_s", "_per_s")
+        block["islands"] = {k: v for k, v in block["islands"].items() if not k.endswith(ends)}
         own = ("timeout_s", "grace_s", "poll_s", "max_voids")
         block["sync"] = {k: v for k, v in block["sync"].items() if k not in own}
+        # So may the hardware, and with it whose AdamW is there; a checkpoint says which one wrote it.
+        del block["inner"], block["outer"]["device"]
         # Where files lie may differ between clusters; what is in them is compared by the islands.
         del block["data"]["cache_dir"]
         block["data"]["corpora"] = sorted(block["data"]["corpora"])
@@ -112,6 +115,11 @@ class Config:
         """Hex digest of `identity`."""
         keep = self.identity()
         return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks over which each matrix of the model is cut; 1 for a model that is not ours."""
+        return self.model.tensor_parallel if self.model is not None else 1
 
     @property
     def micro_batch(self) -> int:
@@ -171,6 +179,7 @@ def parse_config(
         raise ConfigError(path, "a json object", type(raw).__name__)
     deepspeed = {k: v for k, v in raw.items() if k != BLOCK}
     keys.refuse_misplaced(deepspeed)
+    engine.refuse_parallelism(raw)
     try:
         block = IslandJob.model_validate(raw.get(BLOCK, {}))
     except ValidationError as e:
@@ -185,7 +194,9 @@ def parse_config(
     checks.check_model(block)
     checks.check_data(block)
     assert block.islands.ranks is not None
-    checks.resolve_batch(deepspeed, block.islands.ranks)
-    checks.check_numbers(deepspeed)
-    checks.refuse_with_islands(deepspeed)
+    tensor_parallel = block.model.tensor_parallel if block.model is not None else 1
+    engine.resolve_batch(deepspeed, block.islands.ranks, tensor_parallel)
+    engine.check_numbers(deepspeed)
+    engine.refuse_with_islands(deepspeed)
+    engine.check_inner(deepspeed, block)
     return Config(block, deepspeed, checks.build_schedule(deepspeed, block))

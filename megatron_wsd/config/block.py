@@ -25,6 +25,7 @@ class IslandsConfig(_Block):
     start_timeout_s: float = Field(300.0, gt=0, description="wait for all islands before the first round")
     heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
     join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
+    heal_mbit_per_s: float = Field(50.0, gt=0, description="slowest link that a healing waits for")
     hang_timeout_s: float | None = Field(
         None,
         gt=0,
@@ -49,6 +50,7 @@ class OuterConfig(_Block):
     lr_schedule: Literal["constant", "follow_inner"] | dict[str, Any] = Field(
         "follow_inner", description="of the outer rate: a word, or the params of a WSD of its own"
     )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the outer half computes")
     participation: bool = Field(True, description="scale the outer rate by contributors / live islands")
     all_gated: Literal["coast", "skip"] = Field(
         "coast", description="every gate is 0: a step with a zero gradient, or none"
@@ -129,6 +131,9 @@ class ModelConfig(_Block):
     init_std: float = Field(0.02, gt=0)
     layernorm_epsilon: float = Field(1e-5, gt=0)
     tie_embeddings: bool = False
+    tensor_parallel: int = Field(
+        1, ge=1, description="ranks over which each matrix is cut, within an island; ZeRO-3 shards the pieces"
+    )
     recompute: bool = Field(False, description="recompute activations layer by layer")
     seed: int = Field(1234, ge=0, lt=2**63)
 
@@ -142,6 +147,9 @@ class LogConfig(_Block):
     interval_steps: int = Field(10, ge=1)
     eval_interval: int = Field(5, ge=0, description="outer rounds between validations; 0: only at the end")
     eval_batches: int = Field(8, ge=1, description="micro-batches of each rank and validation")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="of one device, for the MFU; default: by its name, for bf16 on a known GPU"
+    )
 
 
 class IslandJob(_Block):
@@ -152,5 +160,8 @@ class IslandJob(_Block):
     sync: SyncConfig = SyncConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig | None = None
+    inner: Literal["auto", "apex", "deepspeed", "torch"] = Field(
+        "auto", description="whose AdamW takes the inner steps; which AdamW is the json's optimizer block"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

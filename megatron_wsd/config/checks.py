@@ -1,4 +1,4 @@
-"""What pydantic cannot see: keys that contradict each other, and DeepSpeed features that islands exclude."""
+"""What pydantic cannot see: keys of our block that contradict each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from typing import Any
 
-from megatron_wsd.config.block import BLOCK, DelayConfig, IslandJob
+from megatron_wsd.config.block import BLOCK, DelayConfig, IslandJob, ModelConfig
 from megatron_wsd.errors import ConfigError, ScheduleError
 from megatron_wsd.optim.gate import staleness_gate
 from megatron_wsd.schedule import Batch, Schedule, parse_length, schedule_from_params
@@ -163,6 +163,13 @@ def check_outer(block: IslandJob) -> None:
             raise ConfigError(field, e.expected, e.got, e.remedy) from None
         if "max_lr" in own or "min_lr" in own:
             raise ConfigError(f"{BLOCK}.outer.lr_schedule", "ratios alone; the peak is outer.lr", sorted(own))
+    if block.outer.device != "cpu":
+        raise ConfigError(
+            f"{BLOCK}.outer.device",
+            '"cpu"',
+            block.outer.device,
+            "The codec of the wire has no CUDA kernels yet; captures go through pinned memory.",
+        )
     kind = block.outer.optimizer
     if kind in ("nesterov", "delayed_nesterov") and not block.outer.momentum:
         raise ConfigError(f"{BLOCK}.outer.momentum", f"more than 0 for {kind}", 0.0, 'Or use "sgd".')
@@ -193,6 +200,22 @@ def check_model(block: IslandJob) -> None:
             f"a divisor of num_attention_heads = {model.num_attention_heads}",
             model.num_query_groups,
         )
+    if model.tensor_parallel > 1:
+        _check_tensor_parallel(model, block.islands.ranks or 1)
+
+
+def _check_tensor_parallel(model: ModelConfig, ranks: int) -> None:
+    """That every matrix can be cut into equal pieces, and the ranks of an island into groups of as many."""
+    tp = model.tensor_parallel
+    cut = {
+        "the ranks of an island": ranks,
+        "num_query_groups": model.num_query_groups,  # and so num_attention_heads, which they divide
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size or 64,  # by default a multiple of 64
+    }
+    for name, size in cut.items():
+        if size % tp:
+            raise ConfigError(f"{BLOCK}.model.tensor_parallel", f"a divisor of {name}, {size}", tp)
 
 
 def check_data(block: IslandJob) -> None:
@@ -212,95 +235,6 @@ def check_data(block: IslandJob) -> None:
                 )
         if not mix:
             raise ConfigError(f"{BLOCK}.data.mixes.{phase}", "at least one corpus", "none")
-
-
-def resolve_batch(deepspeed: dict[str, Any], ranks: int) -> None:
-    """Fill in what DeepSpeed would derive, and show the arithmetic when it does not come out."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for key in keys:
-        value = deepspeed.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(key, "an integer of at least 1", value)
-    total, micro, accum = (deepspeed.get(key) for key in keys)
-    if micro is None and total is None:
-        raise ConfigError(
-            keys[1], "a number of sequences", "neither it nor train_batch_size", "Add one of them."
-        )
-    if micro is None:
-        assert total is not None
-        micro = total // (ranks * (accum or 1))
-    if accum is None:
-        accum = total // (micro * ranks) if total is not None and micro else 1
-    product = micro * accum * ranks
-    if (total if total is not None else product) != product or product == 0:
-        raise ConfigError(
-            "train_batch_size",
-            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks = "
-            f"{micro} x {accum} x {ranks} = {product}",
-            total,
-            "The batch is that of one island. Change one of the numbers, or --ranks.",
-        )
-    deepspeed.update(dict(zip(keys, (product, micro, accum), strict=True)))
-
-
-def check_numbers(deepspeed: dict[str, Any]) -> None:
-    """The numbers of the inner optimizer that DeepSpeed and torch would take or refuse only in the ranks."""
-    params = deepspeed.get("optimizer", {}).get("params", {})
-    if not isinstance(params, dict):
-        raise ConfigError("optimizer.params", "a json object", params)
-    bounds = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
-    wanted = [
-        (f"optimizer.params.{k}", params[k], low, high) for k, (low, high) in bounds.items() if k in params
-    ]
-    betas = params.get("betas", [])
-    if not isinstance(betas, list):
-        raise ConfigError("optimizer.params.betas", "two numbers in [0, 1)", betas)
-    wanted += [(f"optimizer.params.betas.{i}", b, 0.0, 1.0) for i, b in enumerate(betas)]
-    if "gradient_clipping" in deepspeed:
-        wanted.append(("gradient_clipping", deepspeed["gradient_clipping"], 0.0, math.inf))
-    for name, value, low, high in wanted:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) and low <= value < high):
-            bound = "0 or more" if high == math.inf else f"in [{low:g}, {high:g})"
-            raise ConfigError(name, f"a finite number, {bound}", value)
-
-
-def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
-    """DeepSpeed features that compress or re-shard what an island must hold exactly."""
-    optimizer = deepspeed.get("optimizer", {})
-    kind = str(optimizer.get("type", "")) if isinstance(optimizer, dict) else ""
-    if kind.lower().replace("_", "") in ("onebitadam", "onebitlamb", "zerooneadam"):
-        raise ConfigError(
-            "optimizer.type",
-            "an optimizer whose state is that of its own shard, such as AdamW",
-            kind,
-            "1-bit optimizers exchange by themselves and do not run under ZeRO-3.",
-        )
-    zero = deepspeed.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError("zero_optimization", "a json object", type(zero).__name__)
-    stage = zero.get("stage", 0)
-    if stage != 3:
-        raise ConfigError(
-            "zero_optimization.stage", "3, whose shards the outer loop reads", stage, 'Set "stage": 3.'
-        )
-    refused = {
-        "zero_hpz_partition_size": (1, "hpZ keeps a second, differently sharded copy of the weights"),
-        "zero_quantized_weights": (False, "the island would not hold what the outer loop wrote"),
-        "zero_quantized_nontrainable_weights": (False, "the island would not hold what the outer loop wrote"),
-        "zero_quantized_gradients": (False, "quantised gradients change the shards' arithmetic"),
-        "mics_shard_size": (-1, "MiCS replicates shards inside an island"),
-        "mics_hierarchical_params_gather": (False, "MiCS replicates shards inside an island"),
-    }
-    for key, (off, why) in refused.items():
-        if zero.get(key, off) != off:
-            raise ConfigError(
-                f"zero_optimization.{key}", f"{off!r} together with islands", zero[key], f"Remove it: {why}."
-            )
-    for part in ("offload_param", "offload_optimizer"):
-        device = zero.get(part, {}).get("device", "none") if isinstance(zero.get(part, {}), dict) else "none"
-        if device == "nvme":
-            raise ConfigError(f"zero_optimization.{part}.device", '"cpu" or "none"', device, "Use cpu.")
 
 
 def build_schedule(deepspeed: dict[str, Any], block: IslandJob) -> Schedule | None:

@@ -62,7 +62,7 @@ def _home(key: str) -> str | None:
     """Where a key of that very name belongs, if anywhere."""
     if key in _DEEPSPEED:
         return f"{key} at the top level"
-    if key in parts():
+    if key in IslandJob.model_fields:
         return f"{BLOCK}.{key}"
     homes = [f"{BLOCK}.{name}.{key}" for name, part in parts().items() if key in part.model_fields]
     if key in _SCHEDULER:

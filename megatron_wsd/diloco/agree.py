@@ -63,6 +63,8 @@ class Report:
         inner_step: position of the schedule, as this island counts it.
         order: number of an order that it proposes; 0 for none.
         plan: digest of its fragments.
+        missing: how many islands it misses that were there before the lighthouse was restarted.
+        started: when its processes were, in nanoseconds since 1970.
         offers: one a fragment.
     """
 
@@ -78,6 +80,8 @@ class Report:
     inner_step: int = 0
     order: int = 0
     plan: int = 0
+    missing: int = 0
+    started: int = 0
     protocol: int = PROTOCOL
     offers: tuple[Offer, ...] = (Offer(),)
 

@@ -75,6 +75,7 @@ class OuterThread(threading.Thread):
         self._stopping = False
         self._ending = self._done = False
         self._obeyed = len(state.orders)
+        self._here: tuple[int, ...] | None = None
         self.all_done = False
         self.trained_at = time.monotonic()
         self.error: BaseException | None = None
@@ -183,6 +184,6 @@ class OuterThread(threading.Thread):
     def _news(self, result: RoundResult) -> bool:
         """Whether other islands take part than in the round before."""
         here = result.decision.islands if result.decision else None
-        news = here is not None and here != getattr(self, "_here", here)
-        self._here = here or getattr(self, "_here", None)
+        news = None not in (here, self._here) and here != self._here
+        self._here = here or self._here
         return news

@@ -38,7 +38,6 @@ class Decoupled(OuterLoop):
         self._thread: OuterThread | None = None
         self._position = self.inner_step
         self._live = self._address.islands
-        self._missed = 0
         # Steps are counted by fragment and island.
         self._whole = self._address.islands * len(self._state.fragments)
 
@@ -61,7 +60,7 @@ class Decoupled(OuterLoop):
 
     def _started(self) -> None:
         half = self._joined()
-        if self.outer_step > 0:
+        if self.outer_step > 0 or self.inner_step > 0:  # a resumed island holds more than its base
             self._take_all()
         scheduler = getattr(self._engine, "lr_scheduler", None)
         shadow = shadow_of(scheduler)
@@ -105,7 +104,7 @@ class Decoupled(OuterLoop):
         """At most one contribution of a fragment is in flight; a turn that comes meanwhile is missed."""
         f = self._local.fragments[i]
         if f.flight is not None:
-            self._missed += 1
+            f.missed += 1
             return
         if f.steps == 0:
             return
@@ -123,7 +122,7 @@ class Decoupled(OuterLoop):
         """
         thread = self._thread
         assert thread is not None
-        thread.trained_at = time.monotonic()
+        self.alive()
         published = [_NOTHING if f.published is None else f.published for f in self._local.fragments]
         results = thread.results()
         for result in results:
@@ -163,7 +162,8 @@ class Decoupled(OuterLoop):
         began = time.perf_counter()
         version = self._local.merge_in(i)
         seconds = f.capture_s + time.perf_counter() - began
-        self._journal.note_adopted(self.inner_step, i, version, lag, waited, discarded, seconds)
+        self._journal.note_adopted(self.inner_step, i, version, lag, waited, discarded, f.missed, seconds)
+        f.missed = 0
 
     def _note(self, result: RoundResult) -> None:
         self.last_round = result
@@ -198,6 +198,13 @@ class Decoupled(OuterLoop):
                 self._local.adopt(i)
         return self.last_round
 
+    def alive(self, more_s: float = 0.0) -> None:
+        if self._thread is not None:
+            self._thread.trained_at = time.monotonic() + more_s
+
+    def ready(self) -> bool:
+        return self._group.all_agree(self._state.outer_step >= 0)
+
     @contextmanager
     def _one_state(self) -> Iterator[None]:
         """While it is open no outer state changes, and all ranks of the island hold the same version.
@@ -206,6 +213,7 @@ class Decoupled(OuterLoop):
         """
         thread, still = self._thread, self._state.still
         while True:
+            self.alive()
             # No rank waits for its own outer half while another's waits for the end of this.
             held = still.acquire(blocking=False)
             try:

@@ -89,7 +89,9 @@ class DelayLine(Generic[T]):
 
 
 class HeldBack:
-    """The contributions of an island under controlled delay; those that are held are lost when a run stops.
+    """The contributions of an island under controlled delay.
+
+    Those that are held are lost when a run stops; the counts, which the delays are drawn by, go on.
 
     Args:
         local: captures and encodes them.
@@ -103,6 +105,14 @@ class HeldBack:
         self._ready: list[list[Contribution]] = [[] for _ in range(fragments)]
         self._turns = [0] * fragments
         self._captured = [0] * fragments
+
+    def counts(self) -> list[list[int]]:
+        """Turns and captures of each fragment, for a checkpoint."""
+        return [list(self._turns), list(self._captured)]
+
+    def take_counts(self, counts: list[list[int]]) -> None:
+        """Go on from what `counts` gave."""
+        self._turns, self._captured = (list(numbers) for numbers in counts)
 
     def next(self, i: int, cursor: int) -> Contribution | None:
         """Capture, hold back, and give what is due at this turn of fragment ``i``: the oldest, one a turn.

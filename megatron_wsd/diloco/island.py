@@ -20,6 +20,7 @@ ENV_ISLANDS = "MEGATRON_WSD_ISLANDS"
 ENV_LIGHTHOUSE = "MEGATRON_WSD_LIGHTHOUSE"
 ENV_STORE = "MEGATRON_WSD_STORE"
 ENV_RUN_DIR = "MEGATRON_WSD_RUN_DIR"
+ENV_INTERFACE = "MEGATRON_WSD_INTERFACE"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class IslandAddress:
         store: host and port of this island's TCPStore, held by its launcher; the host is the address
             under which the other islands reach this machine.
         run_dir: the run folder, None outside the launcher's.
+        interface: the network towards the other islands; None: the one towards the lighthouse.
     """
 
     island: int
@@ -40,6 +42,7 @@ class IslandAddress:
     lighthouse: str
     store: tuple[str, int]
     run_dir: Path | None
+    interface: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> IslandAddress:
@@ -65,7 +68,8 @@ class IslandAddress:
         if not 0 <= island < islands:
             raise IslandError(ENV_ISLAND, f"0 to {islands - 1}", island)
         run_dir = Path(environ[ENV_RUN_DIR]) if environ.get(ENV_RUN_DIR) else None
-        return cls(island, islands, environ[ENV_LIGHTHOUSE], store, run_dir)
+        interface = environ.get(ENV_INTERFACE) or None
+        return cls(island, islands, environ[ENV_LIGHTHOUSE], store, run_dir, interface)
 
 
 class IslandGroup:
@@ -79,6 +83,7 @@ class IslandGroup:
     """
 
     def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()

@@ -91,7 +91,15 @@ class Journal:
         self._here = here
 
     def note_adopted(
-        self, step: int, fragment: int, version: int, lag: int, waited: int, discarded: int, seconds: float
+        self,
+        step: int,
+        fragment: int,
+        version: int,
+        lag: int,
+        waited: int,
+        discarded: int,
+        missed: int,
+        seconds: float,
     ) -> None:
         """Record that the island trains on from a new version of a fragment.
 
@@ -102,6 +110,7 @@ class Journal:
             lag: versions that were committed since.
             waited: inner steps since its contribution was captured.
             discarded: of these, how many are given up, in whole or in part.
+            missed: turns of the fragment that passed meanwhile.
             seconds: for which training stood still, to capture and to adopt.
         """
         self._metrics.write(
@@ -112,6 +121,7 @@ class Journal:
             lag=lag,
             waited_steps=waited,
             steps_discarded=discarded,
+            turns_missed=missed,
             seconds=seconds,
         )
 

@@ -34,6 +34,7 @@ class LocalFragment:
         steps: inner steps since the newest capture, or adoption in synchronous mode.
         tokens: tokens of the island since then.
         error: fp32 [layout.total], what encoded contributions have left out so far; None in fp32.
+        missed: turns that passed while a contribution was in flight, since the newest adoption.
         capture_s: seconds for which the newest capture stopped training.
         flight: the contribution that no round has settled and no boundary adopted yet.
         captured_at: inner step of the island at which it was captured.
@@ -50,6 +51,7 @@ class LocalFragment:
     error: torch.Tensor | None = None
     flight: Contribution | None = None
     captured_at: int = 0
+    missed: int = 0
     capture_s: float = 0.0
     published: int | None = None
     reset: bool = False
@@ -176,7 +178,8 @@ class Local:
             reset: it was not finite: the local values are worthless.
         """
         f, state = self.fragments[i], self._state.fragments[i]
-        assert f.flight is not None
+        if f.flight is None:  # training has ended, and holds the anchor already
+            return
         if committed:
             self.committed(f.flight)
         if self._config.sync.adopt == "rebase" and not reset:

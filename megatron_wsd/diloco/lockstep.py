@@ -38,7 +38,7 @@ class Lockstep(OuterLoop):
 
     def _met(self, result: RoundResult) -> None:
         if result.committed or result.healed:
-            self._adopt(result)
+            self._adopt(result, everything=result.healed)
             self._journal.note(result, self.inner_step)
 
     def _started(self) -> None:
@@ -47,7 +47,7 @@ class Lockstep(OuterLoop):
                 self._round(i)  # it was stopped while it waited for this one
 
     def _advance(self) -> RoundResult | None:
-        self._beat()  # between two rounds there may be more time than a hang is given
+        self.alive()  # between two rounds there may be more time than a hang is given
         result = None
         for i in self.sync_points.due(self.inner_step):
             result = self._round(i)
@@ -74,15 +74,21 @@ class Lockstep(OuterLoop):
     def _round(self, i: int) -> RoundResult:
         half = self._joined()
         contribution = self._contribution(i)
-        patience, healed = Patience(self._config), False
+        patience = Patience(self._config)
         while True:
             pending = {} if contribution is None else {i: contribution}
             result = half.run_round(pending, self.inner_step, self._withdraw, self._orders.proposed())
             self.last_round = result
             if result.healed:
-                healed, contribution = True, None  # it was trained from what this island no longer holds
+                # At once: the next round is stepped at the rate of the orders that came with the state, and
+                # whatever was trained before is from what this island no longer holds.
+                self._adopt(result, everything=True)
+                contribution = None
             if result.again:
                 self._journal.note(result, self.inner_step)
+                if not self._group.all_agree(not self.stop_requested()):
+                    result.void, result.reason = True, "stopped while an island was being healed"
+                    return result
                 continue
             if not result.void:
                 break
@@ -91,15 +97,18 @@ class Lockstep(OuterLoop):
                 return result  # the progress stays local, and is offered after a resume
             log.warning("round void: %s", result.reason)
             pause_s = patience.note(result)
-            self._beat()
+            self.alive()
             time.sleep(pause_s)
-        self._adopt(result, i, everything=healed)
+        self._adopt(result, i)
         self._journal.note(result, self.inner_step)
         return result
 
-    def _beat(self) -> None:
-        assert self._seat is not None
-        self._seat.beat()
+    def alive(self, more_s: float = 0.0) -> None:
+        if self._seat is not None:
+            self._seat.beat(more_s)
+
+    def ready(self) -> bool:
+        return self._group.all_agree(self._state.outer_step >= 0)
 
     def _withdraw(self, decision: Decision) -> bool:
         """Whether to leave a round because the run is being stopped and the others have left already.
@@ -118,7 +127,7 @@ class Lockstep(OuterLoop):
             everything: all fragments, since the island was healed.
         """
         which = {i for i in (own, result.fragment) if i is not None}
-        if result.healed or everything:
+        if everything:
             which = set(range(len(self._state.fragments)))
         for i in sorted(which):
             self._local.adopt(i)
@@ -129,11 +138,20 @@ class Lockstep(OuterLoop):
 
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
-        yield  # after a round the island holds it
+        if not any(f.steps for f in self._local.fragments):
+            yield  # after a round of the whole model the island holds it
+            return
+        with super().anchor_weights():
+            yield
 
     def _anchors(self) -> list[torch.Tensor]:
         return [f.anchor.float() for f in self._state.fragments]
 
+    def _own_facts(self) -> dict[str, Any]:
+        return {} if self._held is None else {"held": self._held.counts()}
+
     def _loaded(self, extra: dict[str, Any]) -> None:
+        if self._held is not None:
+            self._held.take_counts(extra["held"])
         for f, (version, steps, tokens) in zip(self._local.fragments, extra["since"], strict=True):
             f.version, f.steps, f.tokens = version, steps, tokens

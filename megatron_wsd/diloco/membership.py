@@ -14,18 +14,20 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from megatron_wsd.addresses import address_for
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.watch import HangWatch
-from megatron_wsd.errors import ExchangeError, IslandError, TooFewIslands
+from megatron_wsd.errors import ExchangeError, GaveUp, IslandError, TooFewIslands
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ def check_lighthouse(address: str, timeout_s: float = 10.0) -> None:
     end = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((parts.hostname, parts.port), timeout=timeout_s).close()
+            left_s = max(0.1, end - time.monotonic())
+            socket.create_connection((parts.hostname, parts.port), timeout=left_s).close()
             return
         except OSError as e:
             if time.monotonic() > end:
@@ -78,6 +81,26 @@ def _no_transport() -> Any:
             pass
 
     return NoTransport()
+
+
+@contextlib.contextmanager
+def _listening_at(host: str) -> Iterator[None]:
+    """While it is open, servers of torchft's managers are made to listen at ``host`` alone.
+
+    Else they listen at every interface of the machine, and end their process for whoever asks them to.
+    """
+    from torchft import manager
+
+    plain = manager.ManagerServer
+
+    def server(*, bind: str, **rest: Any) -> Any:
+        return plain(bind=f"{host}:{bind.rpartition(':')[2]}", **rest)
+
+    manager.ManagerServer = server
+    try:
+        yield
+    finally:
+        manager.ManagerServer = plain
 
 
 class _Remembered:
@@ -118,6 +141,7 @@ class Membership:
 
     Attributes:
         bytes_moved: payload that this rank sent or received.
+        host: address under which the other islands reach this machine.
         watch: ends this process if the outer half stands still.
         may_go_on: asked, on rank 0, whether the operator lets fewer islands go on after the lighthouse was
             restarted.
@@ -146,6 +170,8 @@ class Membership:
         self._distrust = False
         self.may_go_on: Callable[[], bool] = lambda: False
         check_lighthouse(address.lighthouse)
+        # Not that of the store: an island may have other machines than the one that launches it.
+        self.host = address_for(address.lighthouse, address.interface)
         self._build()
 
     def _build(self) -> None:
@@ -153,9 +179,22 @@ class Membership:
         os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every heartbeat's state
         from torchft import Manager, ProcessGroupGloo
 
-        watch, timeout_s = self.watch, self._config.sync.timeout_s
+        watch, timeout_s, host = self.watch, self._config.sync.timeout_s, self.host
 
         class Group(ProcessGroupGloo):
+            def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+                # As torchft makes it, but gloo would listen where GLOO_SOCKET_IFNAME says, which is for the
+                # inside of the island, or where the name of this machine leads, often 127.0.1.1.
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._timeout = timedelta(seconds=timeout_s)
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+                backend._set_sequence_number_for_group()
+                group = dist.ProcessGroup(store, rank, world_size)
+                group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+                group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+                return group
+
             def configure(
                 self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **kwargs: Any
             ) -> None:
@@ -181,16 +220,17 @@ class Membership:
                 lighthouse_addr=self._address.lighthouse,
                 # torchft orders replicas by this string.
                 replica_id=f"island_{self._address.island:06d}",
-                hostname=self._address.store[0],
+                hostname=host,
                 checkpoint_transport=_no_transport(),
                 init_sync=False,
             )
 
-        if self._group.rank == 0:
-            make()
-        self._group.barrier()
-        if self._group.rank != 0:
-            make()
+        with _listening_at(host):
+            if self._group.rank == 0:
+                make()
+            self._group.barrier()
+            if self._group.rank != 0:
+                make()
         self._group.barrier()
         self._answer = _Remembered(self._manager._client)
         self._manager._client = self._answer
@@ -212,48 +252,59 @@ class Membership:
             self._manager.start_quorum(allow_heal=False, timeout=self._quorum_timeout)
         except Exception as e:  # torchft raises RuntimeError, TimeoutError and its own
             problem = f"{type(e).__name__}: {e}"
-        if not self._group.all_agree(not problem):
+        rows = self._group.gather([int(not problem), int(not problem and self._newborn()), int(self.usable)])
+        if any(row[1] for row in rows):
+            log.warning("the lighthouse has been restarted")
+            self._distrust = True
+        if not all(row[0] for row in rows):
             self._rebuild()
             raise ExchangeError(f"no quorum: {problem or 'another rank of this island got none'}")
-        self._notice_restart()
-        if not self._group.all_agree(self.usable or not self._distrust):
+        if self._distrust and not all(row[2] for row in rows):
             self._rebuild()
             raise ExchangeError("the lighthouse was restarted, and the islands have not found each other yet")
 
-    def _notice_restart(self) -> None:
-        """A quorum with other members always has a higher number, as long as one lighthouse counts."""
+    def _newborn(self) -> bool:
+        """Whether another lighthouse than before has answered: one that lives counts up with every change."""
         quorum = self._answer.quorum
         # torchft calls a replica island_000001:UUID, as it was named and something that is used once.
         here = tuple(sorted(int(name.split(":")[0].rpartition("_")[2]) for name in quorum.replica_ids))
         number = int(quorum.quorum_id)
-        if number < self._quorum_id or (number == self._quorum_id and here != self._seen):
-            log.warning("the lighthouse has been restarted")
-            self._distrust = True
+        newborn = number < self._quorum_id or (number == self._quorum_id and here != self._seen)
         self._quorum_id, self._seen = number, here
+        return newborn
 
-    def check_complete(self, here: tuple[int, ...]) -> None:
-        """Refuse to go on with fewer islands than before after the lighthouse was restarted.
+    def missing(self) -> int:
+        """How many islands are not here that were before the lighthouse was restarted; mostly 0.
 
         It has forgotten who was alive: whoever asks it first would get a quorum alone, and two islands could
         go apart. All must be back, or the operator says that those who are there may go on.
+        """
+        gone = sorted(set(self._met) - set(self._seen))
+        if not self._distrust or not gone:
+            return 0
+        if self._group.broadcast([int(self.may_go_on())])[0]:
+            log.warning("going on without islands %s, as the operator allows", gone)
+            return 0
+        log.warning("the lighthouse was restarted and islands %s are not back yet", gone)
+        return len(gone)
+
+    def check_complete(self, missing: int) -> None:
+        """Refuse to go on with fewer islands than before after the lighthouse was restarted.
 
         Args:
-            here: islands in this quorum.
+            missing: the most that an island of this quorum misses, as `missing` tells it.
 
         Raises:
-            TooFewIslands: some are missing.
+            TooFewIslands: it is not 0.
         """
-        missing = sorted(set(self._met) - set(here))
-        if self._distrust and missing:
-            if not self._group.broadcast([int(self.may_go_on())])[0]:
-                raise TooFewIslands(f"the lighthouse was restarted and islands {missing} are not back yet")
-            log.warning("going on without islands %s, as the operator allows", missing)
+        if missing:
+            raise TooFewIslands(f"the lighthouse was restarted and islands are missing ({missing})")
         self._distrust = False
-        self._met = here
+        self._met = self._seen
 
-    def beat(self) -> None:
-        """The outer half makes progress."""
-        self.watch.beat()
+    def beat(self, more_s: float = 0.0) -> None:
+        """The outer half makes progress; the next step may take ``more_s`` longer than usual."""
+        self.watch.beat(more_s)
 
     def abort(self) -> None:
         """Let peers that wait for this rank fail at once instead of at a timeout."""
@@ -269,14 +320,20 @@ class Membership:
             self._manager.shutdown(wait=False)
         self._group.barrier()
         self.beat()  # the quorum may have waited as long as it may, and so may what follows
-        check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s)
+        why = ""
+        try:
+            check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s)
+        except IslandError as e:
+            why = str(e.got)
+        if not self._group.all_agree(not why):
+            raise GaveUp(
+                "megatron_wsd.islands.join_timeout_s",
+                f"a lighthouse that answers within {self._config.islands.join_timeout_s:g} s",
+                why or "none that answers another rank of this island",
+                "Start it, or mend the link to it; then go on with --resume.",
+            )
         self.beat()
         self._build()
-
-    @property
-    def host(self) -> str:
-        """Address under which the other islands reach this machine."""
-        return self._address.store[0]
 
     @property
     def usable(self) -> bool:

@@ -72,6 +72,7 @@ class OuterLoop(ABC):
         self._group = make_group(config, address.islands, sum(s.numel for s in parts))
         self._faults = Faults.from_environ(address.island, self._group.rank)
         self._state = make_state(config, self._shards, plan)
+        self._check_healing()
         self._local = Local(self._shards, plan, self._state, config, self._faults)
         if config.outer.anchor_dtype == "bf16" and int(engine.global_steps) == 0:
             # Such an anchor is not quite what the model was initialised to; training begins from the anchor.
@@ -100,6 +101,20 @@ class OuterLoop(ABC):
         self._rewarm_steps = self._rewarm_left = 0
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
+
+    def _check_healing(self) -> None:
+        """The others wait for an island that is being healed, and go on without it if that takes too long."""
+        islands = self._config.islands
+        size = sum(t.numel() * t.element_size() for t in self._state.tensors().values())
+        needs_s = 8e-6 * size / islands.heal_mbit_per_s
+        if needs_s >= islands.join_timeout_s:
+            raise ConfigError(
+                "megatron_wsd.islands.join_timeout_s",
+                f"more than {needs_s:.0f} s, in which a rank's {size / 1e9:.2f} GB of outer state come at "
+                f"heal_mbit_per_s = {islands.heal_mbit_per_s:g}",
+                islands.join_timeout_s,
+                "Raise it, or heal_mbit_per_s to what the link gives each rank.",
+            )
 
     # ---- what a script may ask ----
 
@@ -200,8 +215,10 @@ class OuterLoop(ABC):
             self._met(result)
             here = result.decision.islands if result.decision else (self._address.island,)
             under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
-            if result.again:
-                continue  # who was healed, or has healed, meets the others once more
+            if result.again:  # who was healed, or has healed, meets the others once more
+                if not self._group.all_agree(not self.stop_requested()):
+                    raise StopRequested("stopped while an island was being healed")
+                continue
             if not result.void and (len(here) == count or result.committed or under_way):
                 break
             if not self._group.all_agree(not self.stop_requested()):
@@ -295,6 +312,21 @@ class OuterLoop(ABC):
             yield
         finally:
             self._local.restore(held)
+
+    @abstractmethod
+    def alive(self, more_s: float = 0.0) -> None:
+        """Tell the watch over hangs that this rank is well; to be called in what is long between two `step`.
+
+        Args:
+            more_s: seconds that the next thing may take beyond ``islands.hang_timeout_s``, as a checkpoint.
+        """
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the outer state is whole, so that a checkpoint or a validation need not wait.
+
+        False while this island is being healed, in asynchronous mode; all ranks must call it.
+        """
 
     @abstractmethod
     def _anchors(self) -> list[torch.Tensor]:
@@ -397,11 +429,17 @@ class OuterLoop(ABC):
         extra = {
             "inner_step": self.inner_step,
             "position": self.position,
+            "tokens": self.tokens,
             "orders": self._orders.done,
             "since": [[f.version, f.steps, f.tokens] for f in self._local.fragments],
+            **self._own_facts(),
         }
         errors = {f"{i}.error": f.error for i, f in enumerate(self._local.fragments) if f.error is not None}
         save_outer(folder, self._state, self._config, self._group, extra, errors)
+
+    def _own_facts(self) -> dict[str, Any]:
+        """What else `_loaded` needs."""
+        return {}
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote; to be called after the engine's checkpoint was loaded, before `meet`.

@@ -123,6 +123,7 @@ class OuterHalf:
         self._data_number, self._plan_number = data_digest, plan_digest
         self._config_number = int(config.digest()[:15], 16)
         self._outvoted = False
+        self._started = group.broadcast([time.time_ns()])[0]
         self._server: SnapshotServer | None = None
         self._island_digest = 0
         self.refresh_digest()
@@ -267,13 +268,16 @@ class OuterHalf:
         if not self._group.all_agree(not problem):
             self._seat.vote(False)  # makes torchft reconfigure the group
             raise ExchangeError(problem or "another rank of this island could not agree")
-        decision = decide([Report.from_numbers(row) for row in rows], self.settled, self._rules)
-        try:
-            self._seat.check_complete(decision.islands)
-        except ExchangeError:  # the others may know of no restart, and would wait for this one
-            self._seat.abort()
-            self._seat.vote(False)
-            raise
+        reports = [Report.from_numbers(row) for row in rows]
+        if any(r.island == self._island and r.settled and r.started > self._started for r in reports):
+            raise IslandError(
+                f"island {self._island}",
+                "one launch under this number",
+                "another that was started later and has taken its place",
+                "Nothing is to be done: it goes on.",
+            )
+        decision = decide(reports, self.settled, self._rules)
+        self._seat.check_complete(max(r.missing for r in decision.reports))
         return decision
 
     def _report(
@@ -312,6 +316,8 @@ class OuterHalf:
             inner_step=position,
             order=order.number if order else 0,
             plan=self._plan_number,
+            missing=self._seat.missing(),
+            started=self._started,
             offers=tuple(offers),
         )
 
@@ -355,15 +361,16 @@ class OuterHalf:
             return
         try:
             self._faults.here("healing", decision.outer_step)
+            limits = self._config.sync.timeout_s, self._config.islands.heal_mbit_per_s
+            fetch(offer, self.state, *limits, self._seat.beat)
             with self.state.still:
-                limits = self._config.sync.timeout_s, self._config.islands.heal_mbit_per_s
-                fetch(offer, self.state, *limits, self._seat.beat)
                 for i, c in pending.items():  # it may have missed the commit of what it still holds
                     if self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
                         self.on_commit(c)
             self._seat.bytes_moved += offer["bytes"]
         except Exception as e:
             problem = _said(e)
+        self._seat.beat(self._group.timeout_s)  # another rank may need longer, or be at it still
         whole = self._group.all_agree(not problem)
         if not whole:
             self.state.outer_step = -1  # torn: it stands behind everybody until a healing succeeds
@@ -425,7 +432,9 @@ class OuterHalf:
         """All ranks of the island well; equal ranks hold the same sum; all ranks again; the vote."""
         if why:
             log.warning("exchange failed: %s", why)
+        self._seat.beat(self._group.timeout_s)  # another rank may be in the exchange still
         well = self._group.all_agree(not why)
+        self._seat.beat()
         if well:
             merge.finish(self._total)
         try:

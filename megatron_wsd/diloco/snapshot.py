@@ -17,11 +17,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from megatron_wsd.diloco.faults import NO_FAULTS, Faults
 from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.errors import ExchangeError
 
 _PIECE = 1 << 20  # bytes between two looks at the clock
+_MOST_COUNTERS = 1 << 24
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.uint8: "U8"}
 
 
 class SnapshotServer:
@@ -49,7 +53,9 @@ class SnapshotServer:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                # In pieces: a socket's timeout is that of one call, however much it has to send.
+                for start in range(0, len(body), _PIECE):
+                    self.wfile.write(memoryview(body)[start : start + _PIECE])
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -106,35 +112,54 @@ def fetch(
     Raises:
         ExchangeError: it failed, or what came is not what was offered.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     where = urlsplit(offer["url"])
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=timeout_s)
+
+    def ask(name: str, size: int) -> bytearray:
+        path = f"/{offer['version']}/{name}"
+        connection.request("GET", path, headers={"Authorization": f"Bearer {offer['token']}"})
+        return _read(connection.getresponse(), size, timeout_s, mbit_per_s, beat)
+
+    with state.still:
+        state.outer_step = -1
     try:
-        own = state.tensors()
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=timeout_s)
-
-        def ask(name: str, size: int) -> bytes:
-            path = f"/{offer['version']}/{name}"
-            connection.request("GET", path, headers={"Authorization": f"Bearer {offer['token']}"})
-            return _read(connection.getresponse(), size, timeout_s, mbit_per_s, beat)
-
-        with state.still:
-            for name, target in sorted(own.items()):
-                tensor = load(ask(name, target.numel() * target.element_size()))[name]
-                if tensor.dtype != target.dtype or tensor.shape != target.shape:
-                    raise ExchangeError(f"healing: {name} is {tensor.dtype} {list(tensor.shape)}")
+        for name, target in sorted(state.tensors().items()):
+            tensor = _tensor(name, ask(name, target.numel() * target.element_size()), target)
+            with state.still:
                 target.copy_(tensor)
-            state.take_counters(json.loads(ask("counters", 1 << 20)))
-        connection.close()
-        if f"{state.digest():016x}" != offer["digest"]:
-            raise ExchangeError("healing: what came has another digest than what was offered")
-    except (OSError, http.client.HTTPException, ValueError, KeyError, SafetensorError) as e:
-        state.outer_step = -1
+        counters = json.loads(ask("counters", _MOST_COUNTERS))
+        with state.still:
+            state.forget_digest()
+            if f"{_digest_at(state, counters):016x}" != offer["digest"]:
+                raise ExchangeError("healing: what came has another digest than what was offered")
+            state.take_counters(counters)
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as e:
         raise ExchangeError(f"healing from {offer['url']}: {type(e).__name__}: {e}") from e
-    except ExchangeError:
-        state.outer_step = -1
-        raise
+    finally:
+        connection.close()
+
+
+def _digest_at(state: OuterState, counters: dict[str, Any]) -> int:
+    """The digest that the tensors have with the step counts of ``counters``, which it depends on."""
+    for fragment, theirs in zip(state.fragments, counters["fragments"], strict=True):
+        fragment.optimizer.t = theirs["t"]
+    return state.digest()
+
+
+def _tensor(name: str, content: bytearray, like: torch.Tensor) -> torch.Tensor:
+    """The one tensor of a safetensors file, in the memory in which it came.
+
+    Raises:
+        ExchangeError: it is of another dtype or shape.
+    """
+    length = int.from_bytes(content[:8], "little")
+    told = json.loads(content[8 : 8 + length])[name]
+    expected = _DTYPES[like.dtype], list(like.shape)
+    if (told["dtype"], told["shape"]) != expected:
+        raise ExchangeError(f"healing: {name} is {told['dtype']} {told['shape']}, expected {expected}")
+    if like.numel() == 0:
+        return torch.empty_like(like)
+    return torch.frombuffer(content, dtype=like.dtype, offset=8 + length).view(like.shape)
 
 
 def _read(
@@ -143,7 +168,7 @@ def _read(
     timeout_s: float,
     mbit_per_s: float,
     beat: Callable[[], None],
-) -> bytes:
+) -> bytearray:
     """The body, within a time that its size allows."""
     end = time.monotonic() + timeout_s + 8e-6 * size / mbit_per_s
     found = bytearray()
@@ -154,4 +179,4 @@ def _read(
             raise ExchangeError(f"healing: {size / 1e6:.1f} MB take longer than at {mbit_per_s:g} Mbit/s")
     if response.status != 200:
         raise ExchangeError(f"healing: the other island answers {response.status}: {bytes(found[:200])!r}")
-    return bytes(found)
+    return found

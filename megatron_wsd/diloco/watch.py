@@ -87,7 +87,7 @@ class Patience:
             self._voids = self._waits = 0
             return 0.0
         if result.waiting:
-            self._waits += 1
+            self._voids, self._waits = 0, self._waits + 1
             patience_s = self._config.islands.start_timeout_s
             pause_s = min(_WAITING_PAUSE_S, self._longest_s)
             if self._waits > math.ceil(patience_s / pause_s):

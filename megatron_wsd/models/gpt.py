@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_wsd.config import ModelConfig
 from megatron_wsd.errors import ConfigError
+from megatron_wsd.models.attention import Spec, find_spec, layer_spec
 
 
 def padded_vocab(vocab_size: int, multiple: int = 64) -> int:
@@ -18,19 +19,19 @@ def padded_vocab(vocab_size: int, multiple: int = 64) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def build_gpt(model: ModelConfig, vocab_size: int) -> torch.nn.Module:
+def build_gpt(model: ModelConfig, vocab_size: int, spec: Spec | None = None) -> torch.nn.Module:
     """Build the model on the CPU or, inside `deepspeed.zero.Init`, sharded from the start.
 
-    `megatron.core.parallel_state` must be initialised. Weights depend only on ``model.seed``, so every
-    island starts from the same ones.
+    `megatron.core.parallel_state` must be initialised, with ``model.tensor_parallel``. Weights depend only on
+    ``model.seed`` (and, on GPUs, on how many ranks cut them), so every island starts from the same ones.
 
     Args:
         model: its shape.
         vocab_size: rows of the embedding; at least that of the tokenizer.
+        spec: of the layers; by default what suits this machine.
     """
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -47,6 +48,7 @@ def build_gpt(model: ModelConfig, vocab_size: int) -> torch.nn.Module:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        tensor_model_parallel_size=model.tensor_parallel,
         use_cpu_initialization=not torch.cuda.is_available(),
         # Fusions below are CUDA extensions that are not there on every machine.
         gradient_accumulation_fusion=False,
@@ -65,7 +67,7 @@ def build_gpt(model: ModelConfig, vocab_size: int) -> torch.nn.Module:
     tensor_parallel.model_parallel_cuda_manual_seed(model.seed)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=layer_spec(spec or find_spec()),
         vocab_size=vocab_size,
         max_sequence_length=model.seq_length,
         position_embedding_type="rope",
@@ -95,19 +97,27 @@ def resolve_vocab(model: ModelConfig, tokenizer_vocab: int) -> int:
 class CausalInputs:
     """Position ids and the causal mask, made once a shape.
 
-    ``mask`` is bool [1, 1, T, T], true where attention is not allowed, as megatron-core's local
-    attention wants it.
+    ``mask`` is bool [1, 1, T, T], true where attention is not allowed, as megatron-core's own attention
+    wants it; None for layers whose attention is causal by itself.
+
+    Args:
+        device: of both.
+        spec: of the layers; by default what suits this machine.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spec: Spec | None = None) -> None:
         self.device = device
-        self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masked = (spec or find_spec()) == "local"
+        self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Positions [B, T] int64 and mask for tokens [B, T]."""
         batch, length = tokens.shape
         if (batch, length) not in self._made:
             positions = torch.arange(length, device=self.device)[None].expand(batch, length)
-            square = torch.ones(length, length, dtype=torch.bool, device=self.device)
-            self._made[batch, length] = positions, torch.triu(square, 1)[None, None]
+            self._made[batch, length] = positions, self._mask(length) if self._masked else None
         return self._made[batch, length]
+
+    def _mask(self, length: int) -> torch.Tensor:
+        square = torch.ones(length, length, dtype=torch.bool, device=self.device)
+        return torch.triu(square, 1)[None, None]

@@ -24,14 +24,23 @@ class Shard:
     Attributes:
         name: of the parameter in the model.
         shape: of the whole parameter.
-        start: index, in the flat whole parameter, of the shard's first element.
+        start: index of the shard's first element, in the flat parameter; where tensor parallelism cuts the
+            parameter into pieces, in the flat piece.
         numel: elements of the shard, padding not counted; may be 0.
+        piece: which piece that is, from 0; None for a parameter that is in one piece, be there tensor
+            parallelism or not.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     numel: int
+    piece: int | None = None
+
+    @property
+    def key_name(self) -> str:
+        """A name that tells the pieces of a parameter apart; that of the parameter if it is in one."""
+        return self.name if self.piece is None else f"{self.name}/piece {self.piece}"
 
     @property
     def global_numel(self) -> int:
@@ -54,6 +63,11 @@ class Shards(Protocol):
         """Make the island hold ``values``; all ranks must call it."""
 
 
+def host_zeros(numel: int) -> torch.Tensor:
+    """fp32 zeros [numel] to copy shards into: pinned where there is CUDA, for a fast copy."""
+    return torch.zeros(numel, pin_memory=torch.cuda.is_available())
+
+
 class Zero3Shards:
     """Reads and writes the fp32 shards of a DeepSpeed engine's trainable parameters.
 
@@ -69,6 +83,8 @@ class Zero3Shards:
         if stage != 3:
             raise ConfigError("zero_optimization.stage", "3", stage, 'Set "stage": 3 in the DeepSpeed json.')
         self._optimizer: Any = engine.optimizer
+        mpu: Any = getattr(engine, "mpu", None)  # that of DeepSpeed's sequence parallelism knows of no pieces
+        pieces = int(mpu.get_model_parallel_world_size()) if hasattr(mpu, "get_model_parallel_rank") else 1
         self._params: list[torch.nn.Parameter] = []
         self.shards: list[Shard] = []
         for name, param in engine.module.named_parameters():
@@ -77,8 +93,12 @@ class Zero3Shards:
             p: Any = param
             part = p.ds_tensor.ds_numel
             start = min(part * self._partition_rank(p), p.ds_numel)
+            shape, piece = tuple(p.ds_shape), None
+            if pieces > 1 and getattr(p, "tensor_model_parallel", False):  # a mark of megatron-core's
+                piece, cut = int(mpu.get_model_parallel_rank()), p.partition_dim
+                shape = (*shape[:cut], shape[cut] * pieces, *shape[cut + 1 :])
             self._params.append(param)
-            self.shards.append(Shard(name, tuple(p.ds_shape), start, min(part, p.ds_numel - start)))
+            self.shards.append(Shard(name, shape, start, min(part, p.ds_numel - start), piece))
 
     def _partition_rank(self, param: Any) -> int:
         group = param.ds_process_group
@@ -98,7 +118,10 @@ class Zero3Shards:
             members: which of `shards`; all by default.
         """
         for i, target in zip(self._which(members), out, strict=True):
-            target.copy_(self._master(self._params[i])[: self.shards[i].numel])
+            # Into pinned memory without a wait for each; anywhere else this waits.
+            target.copy_(self._master(self._params[i])[: self.shards[i].numel], non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
 
     def _working(self, i: int) -> Any:
         return self._params[i]

@@ -1,11 +1,11 @@
 """One one-rank island without DeepSpeed: the whole outer loop and real torchft on plain tensors.
 
-The model is a handful of tensors that are drawn to a target of each island's own, so that islands disagree and
-everything is a pure function of (island, inner step): nothing here learns, and every number can be checked.
+The model is a handful of tensors that are drawn to a target of each island's own, so that islands disagree
+and all is a pure function of (island, inner step): nothing here learns, and every number can be checked.
 
-Beside the metrics of the run it leaves ``trace.jsonl``: a line when it has met the others, and one a commit with all
-counters after it, written by the outer half at that very moment, so that what a process did is known when it dies
-in the next one.
+Beside the metrics of the run it leaves ``trace.jsonl``: a line when it has met the others, and one a commit
+with all counters after it, written by the outer half at that very moment, so that what a process did is known
+when it dies in the next one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class PlainShards:
         shapes = {name: shape for name, shape in SHAPES.items() if name != without}
         self.values = [torch.randn(torch.Size(shape), generator=g).view(-1) for shape in shapes.values()]
         self.shards = [
-            Shard(name, shape, 0, v.numel()) for (name, shape), v in zip(shapes.items(), self.values)
+            Shard(name, shape, 0, v.numel())
+            for (name, shape), v in zip(shapes.items(), self.values, strict=True)
         ]
 
     def read(self, out: Sequence[torch.Tensor], members: Sequence[int] | None = None) -> None:
@@ -119,7 +120,7 @@ class Trace:
         self._watch_feedback()
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = {"kind": kind, "time": time.time(), "island": self._island, **fields}
+        line = {"kind": kind, "time": time.time(), "pid": os.getpid(), "island": self._island, **fields}
         self._file.write(json.dumps(line) + "\n")
 
     def _watch_steps(self) -> None:
@@ -245,7 +246,7 @@ def until(job: dict[str, Any]) -> int:
 def work(job: dict[str, Any]) -> None:
     """The life of one island, to the end of the process; what it found is in the file ``job["out"]``."""
     torch.set_num_threads(1)
-    signal.alarm(job.get("limit_s", 300))  # nobody is left behind if the test itself is killed
+    signal.alarm(job.get("limit_s", 580))  # nobody is left behind if the test itself is killed
     try:
         result = run(job)
     except MegatronWSDError as e:

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron_wsd.addresses import address_for, lighthouse_host_port
 from megatron_wsd.cli import command as command_module
 from megatron_wsd.cli.command import Island, deepspeed_env_lines
-from megatron_wsd.cli.machine import (
-    address_for,
-    island_devices,
-    lighthouse_host_port,
-    read_hostfile,
-    tool,
-)
+from megatron_wsd.cli.machine import island_devices, read_hostfile, tool
 from megatron_wsd.diloco.faults import fail
 from megatron_wsd.errors import ConfigError, IslandError
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wsd.diloco.fragments import (
@@ -73,6 +73,7 @@ def test_sequential_fragments_are_neighbours_and_even_in_elements() -> None:
     assert layers_of(plan_fragments(heavy, 3, "sequential"), heavy) == [[0], [1], [2, 3, 4, 5, 6]]
 
 
+@settings(deadline=None)
 @pytest.mark.parametrize("order", ["strided", "sequential"])
 @given(layers=st.integers(2, 40), data=st.data())
 def test_every_parameter_is_in_one_fragment_and_no_fragment_is_empty(
@@ -185,3 +186,13 @@ def test_every_fragment_has_exactly_the_period_that_was_asked_for(inner_steps: i
 )
 def test_the_period_in_words(inner_steps: int, count: int, text: str) -> None:
     assert SyncPoints(inner_steps, count).describe() == text
+
+
+@pytest.mark.parametrize(("inner_steps", "count"), [(1, 1), (6, 1), (6, 3), (7, 3), (3, 7), (5, 5)])
+def test_turns_are_the_due_points_that_have_passed(inner_steps: int, count: int) -> None:
+    points = SyncPoints(inner_steps, count)
+    passed = [0] * count
+    for n in range(40):
+        for f in points.due(n):
+            passed[f] += 1
+        assert [points.turns(f, n) for f in range(count)] == passed

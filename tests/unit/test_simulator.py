@@ -158,7 +158,8 @@ def test_a_slow_island_holds_nobody_up_and_its_work_is_used() -> None:
     assert len(late) >= slow // H and end["committed_steps"] == fast + slow
 
     records, _ = run(config(2, outer={"optimizer": "cgad"}), 40, pair)
-    assert records[-1]["trained_s"] == pytest.approx([0.8 * 40] * 2)
+    assert records[-1]["time_s"] == pytest.approx(0.8 * 40)
+    assert records[-1]["trained_s"] == pytest.approx([0.8 * 36 + 0.2 * 4, 0.8 * 40])
 
 
 def test_an_exchange_takes_latency_and_the_bytes_of_the_slowest_link() -> None:
@@ -170,6 +171,11 @@ def test_an_exchange_takes_latency_and_the_bytes_of_the_slowest_link() -> None:
     assert [first["time_s"], second["time_s"]] == pytest.approx([4 + exchange_s, 8 + 2 * exchange_s])
     narrow, _ = run(config(2, wire="int8"), 2 * H, links)
     assert of_kind(narrow, "round")[0]["bytes"] < first["bytes"] / 3.9
+
+
+def test_islands_that_offer_at_the_same_moment_are_in_the_same_round() -> None:
+    records, _ = run(config(3, "async", grace_s=0.0), 40)
+    assert {tuple(r["contributors"]) for r in of_kind(records, "round")} == {(0, 1, 2)}
 
 
 @pytest.mark.parametrize(("overlap", "latency_s", "waited"), [(0, 0.5, 1), (2, 0.5, 2), (2, 2.5, 3)])

@@ -295,13 +295,13 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
 
         Fields follow ``use_checkpoint_opt_param_scheduler`` and ``override_opt_param_scheduler`` as upstream
         has it; those that an upstream state lacks keep their value, with a warning. Call it after the
-        optimizer has loaded its state, as Megatron does: then the rates of each param group follow, too.
+        optimizer has loaded its state, as Megatron does: then the rates of each param group follow, too. After an
+        error the scheduler is as it was.
 
         Raises:
             AssertionError: a field differs and neither flag says which value counts (upstream's check).
             ScheduleError: the resulting decay is impossible, or the max_lr or min_lr of a param group differs
                 and neither flag says which counts.
-            In all cases the scheduler is as it was.
         """
         before = self.__dict__.copy()
         groups = self.optimizer.param_groups
