@@ -119,8 +119,8 @@ class Island:
             added[VARIABLE] = join_faults(self.inject)
         if self.interface is not None:
             added["MEGATRON_WSD_INTERFACE"] = self.interface
-            # DeepSpeed's groups stay inside the island, whose own network may be another, faster one, and must
-            # not break with a VPN that is started anew.
+            # DeepSpeed's groups stay inside the island, whose own network may be another, faster one, and
+            # must not break with a VPN that is started anew.
             inside = os.environ.get("NCCL_SOCKET_IFNAME", self.interface)
             added["NCCL_SOCKET_IFNAME"] = inside
             # NCCL takes patterns as well; gloo takes names alone.

@@ -138,7 +138,9 @@ def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
     assert not (tmp_path / "a run").exists()
 
 
-@pytest.mark.parametrize(("name", "islands", "ranks"), [("tiny_cpu.json", 2, 2), ("7b_2x8_100gbps.json", 2, 8)])
+@pytest.mark.parametrize(
+    ("name", "islands", "ranks"), [("tiny_cpu.json", 2, 2), ("7b_2x8_100gbps.json", 2, 8)]
+)
 def test_the_configs_that_are_shipped_load_and_dry_run(
     tmp_path: Path, name: str, islands: int, ranks: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Healing by snapshot: what is served is what arrives, to those who may have it, of the version they were told."""
+"""Healing by snapshot: what is served arrives, to those who may have it, of the version they were told."""
 
 from __future__ import annotations
 

@@ -295,8 +295,8 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
 
         Fields follow ``use_checkpoint_opt_param_scheduler`` and ``override_opt_param_scheduler`` as upstream
         has it; those that an upstream state lacks keep their value, with a warning. Call it after the
-        optimizer has loaded its state, as Megatron does: then the rates of each param group follow, too. After an
-        error the scheduler is as it was.
+        optimizer has loaded its state, as Megatron does: then the rates of each param group follow, too.
+        After an error the scheduler is as it was.
 
         Raises:
             AssertionError: a field differs and neither flag says which value counts (upstream's check).
