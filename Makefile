@@ -1,4 +1,4 @@
-.PHONY: check setup test format
+.PHONY: check setup test docs format
 
 check: ## what CI runs
 	./.ci/run
@@ -8,6 +8,9 @@ setup: ## .venv with everything in it
 
 test: ## the whole test suite
 	./launch/test.sh
+
+docs: setup ## the site, in build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 format: setup ## rewrite the sources in the style that check asks for
 	.venv/bin/ruff check --fix .

@@ -26,7 +26,7 @@ from megatron_wsd.simulator import simulate
 
 DELAYS = (0, 2, 4, 8, 16)
 KINDS = ("constant", "random")
-ADAM = {"lr": 3e-3, "betas": [0.9, 0.95]}
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.95]}
 OUTER: dict[str, dict[str, Any]] = {
     "cgad": ADAM,
     "adam_decay": ADAM,
@@ -98,7 +98,7 @@ def draw(found: dict[str, dict[str, dict[int, list[Cell]]]], path: Path, title: 
 
 def main() -> None:
     """The table and the picture."""
-    parser = parser_of(__doc__, seeds=2, rounds=80, inner_steps=8)
+    parser = parser_of(__doc__, seeds=2, rounds=160, inner_steps=4)
     where = Path("runs/delay_sweep.png")
     parser.add_argument("--out", type=Path, default=where, help="picture; a json goes beside it")
     given = parser.parse_args()
