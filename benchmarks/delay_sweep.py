@@ -90,9 +90,9 @@ def draw(found: dict[str, dict[str, dict[int, list[Cell]]]], path: Path, title: 
         axis.grid(alpha=0.3)
     axes[0].text(0, CHANCE + 0.05, "chance", fontsize=8, color="grey")
     axes[0].set_ylabel("validation loss, nats a byte")
-    axes[0].legend(fontsize=8, loc="center left")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, loc="lower center", ncol=len(OUTER))
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
 
 

@@ -7,8 +7,9 @@
 #
 #   --hostfile FILE        the machines of this island, lines 'host slots=8'; without it, this machine. Needs pdsh
 #                          here, ssh without a password, and the same checkout, .venv and RUN on all of them.
-#   --interface NAME       the network towards the other islands (sets GLOO_SOCKET_IFNAME): the VPN's
-#   --nccl-interface NAME  the network inside the island (sets NCCL_SOCKET_IFNAME); default: --interface
+#   --interface NAME       the network towards the other islands (sets MEGATRON_WSD_INTERFACE): the VPN's
+#   --nccl-interface NAME  the network inside the island (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME);
+#                          default: --interface
 #   --restarts N           start a failed island again up to N times, with --resume; default 0
 #   --restart-pause-s S    wait so long before; default 30
 #   --dry-run              print config, ranks, addresses, environment, memory and commands; touches nothing

@@ -74,7 +74,8 @@ def island(
         check_trainable(loaded)
     address_for(lighthouse, interface)
     command = plan.command(port)
-    _await_lighthouse(lighthouse)
+    # One that goes on may have lost the link to it, and is started again until the link is back.
+    _await_lighthouse(lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S)
     run = open_island(run_dir, loaded, island=island, resume=resume)
     with held(run.island(island) / "lock", f"island {island}"):
         raise typer.Exit(_supervise(plan, run, command))
@@ -92,8 +93,8 @@ def dry_lines(plan: Island, master_port: int) -> list[str]:
     ]
 
 
-def _await_lighthouse(address: str) -> None:
-    deadline = time.monotonic() + _LIGHTHOUSE_WAIT_S
+def _await_lighthouse(address: str, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             socket.create_connection(lighthouse_host_port(address), timeout=_LIGHTHOUSE_WAIT_S).close()

@@ -16,10 +16,12 @@ from megatron_wsd.cli.machine import island_devices, read_hostfile, tool
 from megatron_wsd.diloco.faults import fail
 from megatron_wsd.errors import ConfigError, IslandError
 
+_NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "DS_ENV_FILE"):
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "DS_ENV_FILE", *_NETWORKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command_module, "visible_cuda_devices", list)
 
@@ -112,7 +114,17 @@ def test_an_island_of_several_machines(tmp_path: Path) -> None:
     assert line[2:6] == ["--hostfile", str(hostfile), "--master_port", "25001"]
     assert f"'{script}'" in line  # pdsh hands it to a shell
     added = many.environment("10.0.0.5:4000")
+    assert added["MEGATRON_WSD_INTERFACE"] == "eth1"
     assert added["GLOO_SOCKET_IFNAME"] == added["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_groups_inside_an_island_use_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    added = island(interface="eth1").environment("10.0.0.5:4000")
+    assert added["MEGATRON_WSD_INTERFACE"] == "eth1" and added["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker0")  # a pattern, which gloo does not take
+    added = island(interface="eth1").environment("10.0.0.5:4000")
+    assert added["NCCL_SOCKET_IFNAME"] == "^docker0" and added["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_without_pdsh_other_machines_cannot_be_reached(

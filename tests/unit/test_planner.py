@@ -473,7 +473,7 @@ def test_presets_are_models_that_a_config_takes() -> None:
 def test_seconds_and_utilisation_are_those_of_the_islands_benchmark() -> None:
     """As benchmarks/README.md has them: 4.24 s a round, and 0.95 of 5 steps a second.
 
-    Two islands of one rank, 999,680 parameters in fp32 over 16 Mbit/s, H = 5 steps of 0.2 s. The plan counts no
+    Two islands of one rank, 999,680 parameters in fp32 over 16 Mbit/s, H = 5 steps of 0.2 s. A plan has no
     overhead of protocols: it may be below, by less than a tenth.
     """
     parameters = [Parameter(f"layers.{i}.weight", (250, 1000)) for i in range(3)]
