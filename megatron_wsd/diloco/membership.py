@@ -186,9 +186,14 @@ class Membership:
                 # As torchft makes it, but gloo would listen where GLOO_SOCKET_IFNAME says, which is for the
                 # inside of the island, or where the name of this machine leads, often 127.0.1.1.
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = timedelta(seconds=timeout_s)
+                # Gloo calls a peer that has gone five times, and waits so long each time; so all must be here
+                # before the first call.
+                store.set(f"here/{rank}", "")
+                store.wait([f"here/{r}" for r in range(world_size)], timedelta(seconds=timeout_s))
+                options._timeout = timedelta(seconds=timeout_s / 5)
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+                backend._set_default_timeout(timedelta(seconds=timeout_s))  # of a message
                 backend._set_sequence_number_for_group()
                 group = dist.ProcessGroup(store, rank, world_size)
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

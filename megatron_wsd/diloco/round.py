@@ -232,20 +232,22 @@ class OuterHalf:
         if not self._commit(why, merge):
             raise ExchangeError(why or "a peer could not commit")
         why = ""
-        try:
-            with self.state.still:
+        with self.state.still:
+            try:
                 self._faults.here("step", decision.outer_step)
                 step_fragment(self._config, self.schedule, self.state, decision, merge.merged)
                 if ordered is not None:
                     self.state.orders.append({**ordered, "step": decision.inner_step})
                 if own is not None:
                     self.on_commit(pending[decision.fragment])
-        except Exception as e:  # the state is torn on this rank: it must be healed on all
-            why = _said(e)
-            log.exception("the outer step failed after it was committed")
+            except Exception as e:  # the state is torn on this rank: it must be healed on all
+                why = _said(e)
+                log.exception("the outer step failed after it was committed")
+                self.state.outer_step = -1
         moved, torn = self._renew(self._seat.bytes_moved - bytes_before, bool(why))
         if torn:
-            self.state.outer_step = -1
+            with self.state.still:
+                self.state.outer_step = -1
             raise ExchangeError(f"step: {why or 'another rank of this island failed'}; waiting to be healed")
         result.committed, result.island_bytes, result.version = True, moved, fragment.version
 

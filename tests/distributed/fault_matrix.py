@@ -179,8 +179,10 @@ class Lane:
         self._told: dict[int, list[dict[str, Any]]] = {i: [] for i in ISLANDS}
         self.processes: dict[int, Process] = {i: self.start(i) for i in ISLANDS}
 
-    def start(self, island: int, faults: list[Fault] | None = None, *, fresh: bool = False) -> Process:
-        return self.islands.start(island, faults, step_s=0.02, save_every=5, resume=not fresh)
+    def start(
+        self, island: int, faults: list[Fault] | None = None, *, fresh: bool = False, save_every: int = 5
+    ) -> Process:
+        return self.islands.start(island, faults, step_s=0.02, save_every=save_every, resume=not fresh)
 
     # ---- looking on ----
 
@@ -260,6 +262,8 @@ class Lane:
             begun = since = time.time()
             self.processes[cell.island] = self.start(cell.island)
         self.until(f"island {cell.island} {name}", lambda: self.contributed(cell.island, since, 2))
+        if cell.how == "nan":  # contributions to other fragments may be faster
+            self.until(f"somebody to name it {name}", lambda: all(self._named(i, seconds) for i in ISLANDS))
         row.back_s = time.time() - begun
         # Rounds are told of at the next boundary of the thread that trains.
         newest = max(c["outer_step"] for c in self.commits(cell.island))
@@ -267,6 +271,9 @@ class Lane:
         self._tell(row, seconds)
         self.rows.append(row)
         return row
+
+    def _named(self, island: int, since: float) -> bool:
+        return any(r.get("event") == "void" and r["time"] > since for r in self.records(island))
 
     def _told_of(self, island: int, outer_step: int) -> bool:
         return any(r.get("outer_step", -1) >= outer_step for r in self.records(island))
