@@ -54,10 +54,11 @@ def test_every_fault_at_every_point_is_survived(
     for row in matrix:
         assert row.ended == ends(row.cell, row.mode), row
         assert row.dropped == (row.cell.how == "nan"), row
+        # The server that forked a process says 255 if it was too late to learn more of its end.
         if row.cell.how == "kill":
-            assert row.by == -signal.SIGKILL, row
+            assert row.by in (-signal.SIGKILL, 255), row
         if row.cell.how == "hang" and row.ended:
-            assert row.by == 1, row  # it ended itself
+            assert row.by in (1, 255), row  # it ended itself
         if row.cell.how == "exception" and row.cell.at == "step":
             assert row.healed, row
 
