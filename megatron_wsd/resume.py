@@ -52,12 +52,28 @@ def starting_point(run_dir: Path, island: int, config: Config) -> Start:
         eras, parent = [{"islands": config.islands.count, "config_digest": config.digest()}], None
     era, count = len(eras) - 1, int(eras[-1]["islands"])
     step = resume_step(run_dir, island, count, era, lockstep=config.sync.mode == "sync")
+    if step is None:
+        _refuse_torn(run, island, count)
     if step is None and era > 0:
         return _after_change(run, eras, parent, island, config)
     source = _at(run, eras, parent, island, step)
     if source is None:
         return Start()
     return Start(source.folder, source.manifest["sampler"], parent if source.of_parent else None)
+
+
+def _refuse_torn(run: RunDir, island: int, count: int) -> None:
+    """An island whose checkpoints are all torn begins afresh only if another one's will heal it."""
+    root = run.island(island) / "checkpoints"
+    torn = sorted(entry.name for entry in root.glob("step_????????")) if root.is_dir() else []
+    if not torn or any(_store(run, i).steps() for i in range(max(count, island + 1))):
+        return
+    raise CheckpointError(
+        str(root),
+        "a complete checkpoint, here or of another island of this run",
+        f"{', '.join(torn)}, torn",
+        "Restore the files of one of them, or begin anew in another --run-dir.",
+    )
 
 
 @dataclass(frozen=True)

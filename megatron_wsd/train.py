@@ -251,10 +251,18 @@ class Trainer:
 
     def _begin_branch(self, parent: Parent) -> None:
         """What a branch does once, when it begins from its parent's checkpoint: its own decay."""
-        planned = self.engine.lr_scheduler.schedule.decays
-        if any(decay.start >= self.outer.position for decay in planned):
-            self.outer.carry_out(Order(kind="cancel", nonce=parent.order.nonce))
-        self.outer.carry_out(parent.order)
+
+        def orders(position: int) -> list[Order]:
+            planned = self.engine.lr_scheduler.schedule.decays
+            withdraw = any(decay.start >= position for decay in planned)
+            cancel = Order(kind="cancel", nonce=parent.order.nonce)
+            return [cancel, parent.order] if withdraw else [parent.order]
+
+        if self.config.sync.mode == "sync":
+            for order in orders(self.outer.position):
+                self.outer.carry_out(order)
+        else:  # each island's checkpoint comes after a round of its own: first they must hold one state
+            self.outer.at_start = orders
         self.ledger.until = self.outer.state.cursor(self.address.island) * self.config.island_batch
 
     def _grid(self) -> str:
@@ -276,6 +284,7 @@ class Trainer:
             signal.signal(number, self._on_signal)
         self.outer.meet()
         self._note_data(self.outer.last_round)  # a round that it was stopped before
+        self._note_data_of_earlier()
         self.outer.alive(_LONGEST_START_S)
         self._window = _Window()
         stopped = False
@@ -361,6 +370,18 @@ class Trainer:
         if due and result is not None and self.outer.ready():
             with self.outer.anchor_weights():
                 self._evaluate("anchor")
+
+    def _note_data_of_earlier(self) -> None:
+        """Tell of the newest contribution of an earlier process, which may have been killed before it could."""
+        own, batch = self.address.island, self.config.island_batch
+        fragments = [f for f in self.outer.state.fragments if own in f.taken]
+        if self.config.sync.mode != "sync" or not fragments:
+            return
+        newest = max(fragments, key=lambda f: f.taken[own])
+        end = newest.taken[own]
+        new = self.ledger.commit(self.sampler, (end - newest.taken_steps[own]) * batch, end * batch)
+        if new is not None:
+            self.metrics.write("data", step=self.outer.inner_step, outer_step=self.outer.outer_step, **new)
 
     def _note_data(self, result: RoundResult | None) -> None:
         """Count the samples of this island that rounds have committed by now."""

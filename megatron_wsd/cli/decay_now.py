@@ -33,7 +33,7 @@ def decay_now(
     at: Annotated[int | None, typer.Option(help="Begin at this step; default: as soon as all agree.")] = None,
     then: Annotated[Then, typer.Option(help="After it: stop, or go back to the stable phase.")] = Then.stop,
     cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw a decay that has not begun.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the islands to agree.")] = 0.0,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the islands to agree.")] = 0.0,
 ) -> None:
     """Make a running job begin its decay at a step that all its islands agree on."""
     run = RunDir(run_dir)

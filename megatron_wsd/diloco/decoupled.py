@@ -62,6 +62,10 @@ class Decoupled(OuterLoop):
         half = self._joined()
         if self.outer_step > 0 or self.inner_step > 0:  # a resumed island holds more than its base
             self._take_all()
+        for order in self.at_start(self._position):
+            if not any(known["number"] == order.number for known in self._state.orders):
+                self.carry_out(order)
+        half.refresh_digest()
         scheduler = getattr(self._engine, "lr_scheduler", None)
         shadow = shadow_of(scheduler)
         sync = self._config.sync
@@ -82,12 +86,15 @@ class Decoupled(OuterLoop):
         self._thread.start()
 
     def _take_all(self) -> None:
-        """Train on from the newest anchors; what was in flight, and not committed, is trained again."""
+        """Train on from the newest anchors; what was in flight, and not committed, is trained again.
+
+        So the position is that of what is committed, equal on all islands that hold this state.
+        """
         for i in range(len(self._state.fragments)):
             self._local.adopt(i)
         self._obey()
         cursor = self._state.cursor(self.island)
-        self._position = max(self._position, self._progress())
+        self._position = self._progress()
         self._move_to(cursor, self._position)
 
     def _loaded(self, extra: dict[str, Any]) -> None:

@@ -257,5 +257,6 @@ def step_fragment(
         whole = (config.islands.count or 1) * len(state.fragments)
         state.spans[whole] = state.spans.get(whole, 0) + steps
         fragment.taken.update({island: o.cursor for island, o in offers.items()})
+        fragment.taken_steps.update({island: o.steps for island, o in offers.items()})
         state.outer_step = decision.outer_step + 1
         state.inner_step = max(state.inner_step, decision.inner_step)

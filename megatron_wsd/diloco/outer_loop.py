@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class OuterLoop(ABC):
         last_round: the newest `RoundResult`; None before the first.
         stop_requested: asked while the loop waits for other islands; once it says True on one rank, the
             loop stops waiting. Set it to let a signal end the run.
+        at_start: asked, in asynchronous mode, when the islands have met, for the orders with which a branch
+            begins at the position that they have then; the same on all. Those that are known are left out.
         metrics: ``metrics.jsonl`` of this island in the run folder; silent on all ranks but the first.
     """
 
@@ -101,6 +103,7 @@ class OuterLoop(ABC):
         self._rewarm_steps = self._rewarm_left = 0
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
+        self.at_start: Callable[[int], Sequence[Order]] = lambda position: ()
 
     def _check_healing(self) -> None:
         """The others wait for an island that is being healed, and go on without it if that takes too long."""

@@ -35,6 +35,7 @@ class FragmentState:
         steps: inner steps committed with it, over all islands.
         turn: turns of the fragment that had passed when it was last committed.
         taken: island -> its cursor at the newest of its contributions that was committed.
+        taken_steps: island -> inner steps in that contribution.
     """
 
     layout: FlatLayout
@@ -45,6 +46,7 @@ class FragmentState:
     steps: int = 0
     turn: int = 0
     taken: dict[int, int] = field(default_factory=dict)
+    taken_steps: dict[int, int] = field(default_factory=dict)
 
     def offer(
         self, turn: int, contribution: Contribution | None = None, finite: bool = True, waiting_ms: int = 0
@@ -75,12 +77,14 @@ class FragmentState:
     def counters(self) -> dict[str, Any]:
         """The json-able part."""
         taken = {str(i): self.taken[i] for i in sorted(self.taken)}
+        taken_steps = {str(i): self.taken_steps[i] for i in sorted(self.taken_steps)}
         return {
             "version": self.version,
             "tokens": self.tokens,
             "steps": self.steps,
             "turn": self.turn,
             "taken": taken,
+            "taken_steps": taken_steps,
             "t": self.optimizer.t,
         }
 
@@ -89,6 +93,7 @@ class FragmentState:
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.steps, self.turn = counters["steps"], counters["turn"]
         self.taken = {int(i): cursor for i, cursor in counters["taken"].items()}
+        self.taken_steps = {int(i): steps for i, steps in counters["taken_steps"].items()}
         self.optimizer.t = counters["t"]
 
 

@@ -352,3 +352,16 @@ def test_a_parent_that_changed_is_told_before_any_rank_starts(job: Job, what: st
     assert files(child) == before
     parent = Parent.of(child)
     assert parent is not None and parent.checkpoint(0).is_dir()  # the other island's is as it was
+
+
+def test_a_run_whose_every_checkpoint_is_torn_does_not_begin_afresh(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for island in range(2):
+        folder = job.save(island, 40, 2, {0: 40, 1: 40})
+        (folder / "checkpoint.json").write_text('{"step": 40, "files": {"gone": 1}}')
+    with pytest.raises(CheckpointError, match="step_00000040, torn"):
+        starting_point(job.run.path, 0, job.config(2))
+    shutil.rmtree(job.run.island(1) / "checkpoints")
+    job.save(1, 40, 2, {0: 40, 1: 40})  # one is whole: it will heal the other
+    assert starting_point(job.run.path, 0, job.config(2)).folder is None
+    assert starting_point(job.run.path, 1, job.config(2)).folder is not None
