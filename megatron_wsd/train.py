@@ -372,7 +372,7 @@ class Trainer:
                 self._evaluate("anchor")
 
     def _note_data_of_earlier(self) -> None:
-        """Tell of the newest contribution of an earlier process, which may have been killed before it could."""
+        """Tell of the last contribution of an earlier process, which may have been killed before it could."""
         own, batch = self.address.island, self.config.island_batch
         fragments = [f for f in self.outer.state.fragments if own in f.taken]
         if self.config.sync.mode != "sync" or not fragments:

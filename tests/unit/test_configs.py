@@ -209,10 +209,23 @@ def test_wrong_flags_of_island_sh(flags: list[str], says: str) -> None:
 
 
 def test_island_sh_dry_run_on_several_machines(tmp_path: Path) -> None:
-    flags = (
-        "--island 1 --islands 2 --ranks 16 --lighthouse http://10.8.0.1:29510 --interface lo "
-        "--nccl-interface ib0 --restarts 3 --dry-run"
-    ).split()
+    flags = [
+        "--island",
+        "1",
+        "--islands",
+        "2",
+        "--ranks",
+        "16",
+        "--lighthouse",
+        "http://10.8.0.1:29510",
+        "--interface",
+        "lo",
+        "--nccl-interface",
+        "ib0",
+        "--restarts",
+        "3",
+        "--dry-run",
+    ]
     flags += ["--hostfile", str(ROOT / "launch" / "examples" / "hostfile")]  # whose path may hold a space
     raw = json.loads((CONFIGS / "7b_2x8_10gbps.json").read_text())
     raw["megatron_wsd"]["islands"]["ranks"] = 16
