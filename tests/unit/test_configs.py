@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -243,7 +244,7 @@ def test_island_sh_dry_run_on_several_machines(tmp_path: Path) -> None:
         "put the link into a VPN",
         "GLOO_SOCKET_IFNAME=lo",
         "NCCL_SOCKET_IFNAME=ib0",
-        f"--hostfile {ROOT}/launch/examples/hostfile",
+        f"--hostfile {shlex.quote(str(ROOT / 'launch' / 'examples' / 'hostfile'))}",
     ):
         assert word in done.stdout, word
     assert not (tmp_path / "run").exists()
