@@ -373,19 +373,16 @@ class Trainer:
 
     def _note_data_of_earlier(self) -> None:
         """Tell of the last contribution of an earlier process, which may have been killed before it could."""
-        own, batch = self.address.island, self.config.island_batch
+        own = self.address.island
         fragments = [f for f in self.outer.state.fragments if own in f.taken]
         if self.config.sync.mode != "sync" or not fragments:
             return
         newest = max(fragments, key=lambda f: f.taken[own])
-        end = newest.taken[own]
-        new = self.ledger.commit(self.sampler, (end - newest.taken_steps[own]) * batch, end * batch)
-        if new is not None:
-            self.metrics.write("data", step=self.outer.inner_step, outer_step=self.outer.outer_step, **new)
+        self._commit_data(newest.taken[own] - newest.taken_steps[own], newest.taken[own])
 
     def _note_data(self, result: RoundResult | None) -> None:
         """Count the samples of this island that rounds have committed by now."""
-        own, batch = self.address.island, self.config.island_batch
+        own = self.address.island
         first, end = 0, self.outer.state.cursor(own)
         if self.config.sync.mode == "sync":  # there an island may be moved past samples that it never read
             decision = None if result is None or not result.committed else result.decision
@@ -393,6 +390,11 @@ class Trainer:
                 return
             end = decision.offer(own).cursor
             first = end - decision.offer(own).steps
+        self._commit_data(first, end)
+
+    def _commit_data(self, first: int, end: int) -> None:
+        """The samples of this island's inner steps [first, end) are committed."""
+        batch = self.config.island_batch
         new = self.ledger.commit(self.sampler, first * batch, end * batch)
         if new is not None:
             self.metrics.write("data", step=self.outer.inner_step, outer_step=self.outer.outer_step, **new)

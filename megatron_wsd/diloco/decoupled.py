@@ -209,9 +209,6 @@ class Decoupled(OuterLoop):
         if self._thread is not None:
             self._thread.trained_at = time.monotonic() + more_s
 
-    def ready(self) -> bool:
-        return self._group.all_agree(self._state.outer_step >= 0)
-
     @contextmanager
     def _one_state(self) -> Iterator[None]:
         """While it is open no outer state changes, and all ranks of the island hold the same version.

@@ -107,9 +107,6 @@ class Lockstep(OuterLoop):
         if self._seat is not None:
             self._seat.beat(more_s)
 
-    def ready(self) -> bool:
-        return self._group.all_agree(self._state.outer_step >= 0)
-
     def _withdraw(self, decision: Decision) -> bool:
         """Whether to leave a round because the run is being stopped and the others have left already.
 

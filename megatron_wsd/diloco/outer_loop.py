@@ -324,12 +324,12 @@ class OuterLoop(ABC):
             more_s: seconds that the next thing may take beyond ``islands.hang_timeout_s``, as a checkpoint.
         """
 
-    @abstractmethod
     def ready(self) -> bool:
         """Whether the outer state is whole, so that a checkpoint or a validation need not wait.
 
         False while this island is being healed, in asynchronous mode; all ranks must call it.
         """
+        return self._group.all_agree(self._state.outer_step >= 0)
 
     @abstractmethod
     def _anchors(self) -> list[torch.Tensor]:
