@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-_MONITORED = ("step", "round", "eval", "adopt")
+from megatron_wsd.monitors import Monitors
 
 
 def say(text: str) -> None:
@@ -67,32 +67,6 @@ class _Once(logging.Filter):
         return new
 
 
-def monitors_of(config: dict[str, Any], run_dir: Path, island: int) -> dict[str, Any]:
-    """DeepSpeed's json with monitors that keep the islands of a run apart.
-
-    All islands read one json, and DeepSpeed's monitors know nothing of islands: TensorBoard and CSV get a
-    folder for each (``RUN/island_I/NAME``, or ``island_I`` in the ``output_path`` that was given), and the
-    runs of W&B the name of the run folder as their group, if no other is given.
-
-    Args:
-        config: the json; not changed.
-        run_dir: the run folder.
-        island: number of this island.
-    """
-    changed = dict(config)
-    for name in ("tensorboard", "csv_monitor"):
-        monitor = config.get(name) or {}
-        if monitor.get("enabled"):
-            own = run_dir / f"island_{island}" / name
-            if monitor.get("output_path"):
-                own = Path(monitor["output_path"]) / f"island_{island}"
-            changed[name] = {**monitor, "output_path": str(own)}
-    wandb = config.get("wandb") or {}
-    if wandb.get("enabled"):
-        changed["wandb"] = {"group": run_dir.absolute().name, **wandb}
-    return changed
-
-
 class Metrics:
     """Appends records to ``metrics.jsonl`` and the numbers among them to DeepSpeed's monitor.
 
@@ -100,12 +74,12 @@ class Metrics:
 
     Args:
         path: of the file; made if it is not there. A torn last line of an earlier process is ended.
-        monitor: ``engine.monitor``; None without one.
+        monitors: that are told the numbers; None without any.
     """
 
-    def __init__(self, path: Path | None, monitor: Any = None) -> None:
+    def __init__(self, path: Path | None, monitors: Monitors | None = None) -> None:
         self._file: TextIO | None = None
-        self._monitor = monitor if path is not None else None
+        self._monitors = monitors if path is not None else None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +93,8 @@ class Metrics:
             return
         record = {"kind": kind, "time": time.time(), **fields}
         self._file.write(json.dumps(_finite(record)) + "\n")
-        if self._monitor is not None and self._monitor.enabled and kind in _MONITORED:
-            self._monitor.write_events(scalars(kind, fields))
+        if self._monitors is not None:
+            self._monitors.tell(kind, fields)
 
     def event(self, event: str, step: int, message: str) -> None:
         """Record something that happened, and say it on the console."""
@@ -139,27 +113,6 @@ class Metrics:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """The numbers of a record as (tag, value, inner step), for a monitor.
-
-    ``megatron_wsd/step/loss``, ``megatron_wsd/eval/anchor/CORPUS/loss``; of the islands of a round
-    ``megatron_wsd/round/staleness/island_1``.
-    """
-    label = f"{fields['target']}/{fields['corpus']}/" if kind == "eval" else ""
-    found: list[tuple[str, float, int]] = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            each = [(f"{name}/island_{key}", inner) for key, inner in value.items()]
-        else:
-            each = [(name, value)] if name != "step" else []
-        found += [
-            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["step"]))
-            for tag, number in each
-            if isinstance(number, (int, float))
-        ]
-    return found
 
 
 def _finite(value: Any) -> Any:

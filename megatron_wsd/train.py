@@ -22,8 +22,9 @@ from megatron_wsd.control import Order
 from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
 from megatron_wsd.lineage import Parent
-from megatron_wsd.metrics import monitors_of, say, set_up_logging
+from megatron_wsd.metrics import say, set_up_logging
 from megatron_wsd.models.utilisation import peak_tflops, utilisation, was_clipped
+from megatron_wsd.monitors import finish_monitors, monitors_of
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         status = 1
+    finish_monitors(status)
     sys.stdout.flush()
     sys.stderr.flush()
     # Native threads of torchft and gloo outlive a normal exit, and a rank that failed must not sit in a

@@ -27,6 +27,7 @@ from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.state import OuterState, make_state
 from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, ScheduleError, StopRequested
 from megatron_wsd.metrics import Metrics, say
+from megatron_wsd.monitors import Monitors
 from megatron_wsd.schedule.deepspeed import WSD
 from megatron_wsd.shards.zero3 import Shards, Zero3Shards
 
@@ -82,7 +83,8 @@ class OuterLoop(ABC):
                 self._local.adopt(i)
         where = address.run_dir if self._group.rank == 0 else None
         self.metrics = Metrics(
-            where and where / f"island_{address.island}" / "metrics.jsonl", getattr(engine, "monitor", None)
+            where and where / f"island_{address.island}" / "metrics.jsonl",
+            Monitors(getattr(engine, "monitor", None), config.island_batch),
         )
         self._journal = Journal(self.metrics, address.islands, len(plan))
         scheduler: Any = getattr(engine, "lr_scheduler", None)

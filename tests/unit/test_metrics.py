@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_wsd.metrics import Metrics, monitors_of, say, scalars
+from megatron_wsd.metrics import Metrics, say
+from megatron_wsd.monitors import Monitors, monitors_of, scalars
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +65,7 @@ def monitor(config: dict[str, Any]) -> Any:
 
 def test_the_csv_monitor_of_deepspeed_gets_all_scalars(one_rank: None, tmp_path: Path) -> None:
     config = monitors_of({"csv_monitor": {"enabled": True, "job_name": "job"}}, tmp_path, 1)
-    write_some(Metrics(tmp_path / "metrics.jsonl", monitor(config)))
+    write_some(Metrics(tmp_path / "metrics.jsonl", Monitors(monitor(config), 8)))
     folder = tmp_path / "island_1" / "csv_monitor" / "job"
     for tag, (step, value) in EXPECTED.items():
         with (folder / f"megatron_wsd_{tag.replace('/', '_')}.csv").open() as file:
@@ -74,7 +77,7 @@ def test_the_tensorboard_monitor_of_deepspeed_gets_all_scalars(one_rank: None, t
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     given = {"tensorboard": {"enabled": True, "job_name": "job", "output_path": str(tmp_path / "tb")}}
-    write_some(Metrics(tmp_path / "metrics.jsonl", monitor(monitors_of(given, tmp_path, 0))))
+    write_some(Metrics(tmp_path / "metrics.jsonl", Monitors(monitor(monitors_of(given, tmp_path, 0)), 8)))
     events = EventAccumulator(str(tmp_path / "tb" / "island_0" / "job"))
     events.Reload()
     for tag, (step, value) in EXPECTED.items():
@@ -82,7 +85,89 @@ def test_the_tensorboard_monitor_of_deepspeed_gets_all_scalars(one_rank: None, t
         assert (event.step, event.value) == (step, pytest.approx(value, rel=1e-6)), tag  # stored as float32
 
 
-def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(tmp_path: Path) -> None:
+def offline_records(file: Path) -> Iterator[Any]:
+    """The records of a W&B file: 7 bytes of its own, then LevelDB's log in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, so_far = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        so_far += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(so_far)
+            yield record
+            so_far = b""
+
+
+WANDB_RUN = """
+import json, sys
+from collections.abc import Iterator
+from pathlib import Path
+import deepspeed.comm
+deepspeed.comm.get_rank = lambda *_: 0
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
+from megatron_wsd.metrics import Metrics
+from megatron_wsd.monitors import Monitors, finish_monitors, monitors_of
+run = Path(sys.argv[1])
+config = monitors_of({"wandb": {"enabled": True, "project": "p"}}, run, 1)
+master = MonitorMaster(get_monitor_config(config))
+metrics = Metrics(run / "metrics.jsonl", Monitors(master, 8))
+master.write_events([("Train/Samples/lr", 0.5, 80)])  # as DeepSpeed does, by samples
+metrics.write("step", step=10, loss=2.5)
+metrics.write("round", step=8, outer_step=1, staleness={"0": 3})  # of a step that was before
+master.write_events([("Train/Samples/lr", 0.25, 88)])
+finish_monitors(0)
+import os
+os._exit(0)  # as a rank ends
+"""
+
+
+def test_wandb_gets_all_scalars_though_the_rank_ends_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    (run / "island_1").mkdir(parents=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {
+        "WANDB_MODE": "offline"
+    }
+    line = [sys.executable, "-c", WANDB_RUN, str(run)]
+    done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (run / "island_1").glob("wandb/offline-run-*/run-*.wandb")
+    steps: dict[int, dict[str, float]] = {}
+    for record in offline_records(file):
+        if record.WhichOneof("record_type") == "run":
+            assert (record.run.project, record.run.run_group, record.run.display_name) == (
+                "p",
+                "first",
+                "island_1",
+            )
+        if record.WhichOneof("record_type") == "history":
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            steps[row["_step"]] = row
+    assert sorted(steps) == [80, 88]
+    told = {
+        "Train/Samples/lr": 0.5,
+        "megatron_wsd/step/loss": 2.5,
+        "megatron_wsd/round/outer_step": 1.0,
+        "megatron_wsd/round/staleness/island_0": 3.0,
+        "megatron_wsd/inner_step": 8.0,
+    }
+    assert {name: steps[80][name] for name in told} == told
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     run = tmp_path / "first"
     given = {
         "tensorboard": {"enabled": True},
@@ -97,6 +182,7 @@ def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(tmp_path: P
         "wandb": {"enabled": True, "project": "p", "group": "first"},
     }
     assert json.dumps(given) == before
+    assert os.environ["WANDB_NAME"] == "island_3" and os.environ["WANDB_DIR"] == str(run / "island_3")
     own = {"wandb": {"enabled": True, "group": "mine"}}
     assert monitors_of(own, run, 0) == own
     assert monitors_of({}, run, 0) == {}
