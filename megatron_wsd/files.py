@@ -31,8 +31,17 @@ def replace_file(part: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Write ``value`` as json so that a reader, another writer or a crash never sees half of it."""
+def write_json_atomic(path: Path, value: Any, *, first: bool = False) -> bool:
+    """Write ``value`` as json so that a reader, another writer or a crash never sees half of it.
+
+    Args:
+        path: of the file.
+        value: what json can hold.
+        first: only if there is no such file yet; of several writers at once, one is the first.
+
+    Returns:
+        Whether it was written.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with temporary.open("w") as file:
@@ -40,7 +49,13 @@ def write_json_atomic(path: Path, value: Any) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if first:
+            os.link(temporary, path)
+        else:
+            temporary.replace(path)
         fsync_folder(path.parent)
+    except FileExistsError:
+        return False
     finally:
         temporary.unlink(missing_ok=True)
+    return True

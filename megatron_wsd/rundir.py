@@ -176,14 +176,17 @@ def _check(run: RunDir, config: Config, *, resized: bool = False) -> dict[str, A
     if not run.path.is_dir():
         raise ConfigError("--run-dir", "a folder", f"the file {run.path}", "Name another --run-dir.")
     if not run.run_json.exists():
-        if any(run.path.iterdir()):
+        # Files being written, and what a mounted disk brings along, are not those of a person.
+        there = [p.name for p in run.path.iterdir() if p.name[0] != "." and p.name != "lost+found"]
+        if there and not run.run_json.exists():  # looked for again: another island may just have begun
             raise ConfigError(
                 "--run-dir",
                 "a new or empty folder, or one that holds a run",
                 f"{run.path}, which holds other files and no run.json",
                 "Name another --run-dir.",
             )
-        return None
+        if not there:
+            return None
     try:
         known = run.facts()
         digest, islands, ranks = known["config_digest"], known["islands"], known["ranks"]
@@ -227,7 +230,9 @@ def _differing(run: RunDir, config: Config, but: Sequence[str] = ()) -> dict[str
     """Field -> (saved, given) of those that matter and differ."""
     from megatron_wsd.config import load_config
 
-    saved, given = flat(load_config(run.config_json).identity()), flat(config.identity())
+    begun = run.config_json.exists()  # else killed before it was written
+    saved = flat(load_config(run.config_json).identity()) if begun else {}
+    given = flat(config.identity())
     missing = "(absent)"
     return {
         key: (saved.get(key, missing), given.get(key, missing))
@@ -250,11 +255,6 @@ def _write(
     run: RunDir, config: Config, known: dict[str, Any] | None, parent: dict[str, Any] | None = None
 ) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
-    resolved = config.resolved()
-    # A run that is under way keeps the config it was started with, whatever an island brings along.
-    live = run.config_json.exists() and is_held(run.path / "launch.lock")
-    if not live and (not run.config_json.exists() or json.loads(run.config_json.read_text()) != resolved):
-        write_json_atomic(run.config_json, resolved)
     if known is None:
         facts: dict[str, Any] = {
             "version": megatron_wsd.__version__,
@@ -266,7 +266,14 @@ def _write(
         }
         if parent is not None:
             facts["parent"] = parent
-        write_json_atomic(run.run_json, facts)
+        # Islands that share a disk begin at the same instant: one of them makes the run, the others join it.
+        if not write_json_atomic(run.run_json, facts, first=True):
+            _check(run, config)
+    resolved = config.resolved()
+    # A run that is under way keeps the config it was started with, whatever an island brings along.
+    live = run.config_json.exists() and is_held(run.path / "launch.lock")
+    if not live and (not run.config_json.exists() or json.loads(run.config_json.read_text()) != resolved):
+        write_json_atomic(run.config_json, resolved)
 
 
 @contextmanager

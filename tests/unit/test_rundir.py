@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,49 @@ def test_a_new_run_is_written_and_its_config_loads_again(tmp_path: Path) -> None
     run.set_lighthouse("http://127.0.0.1:1")
     assert run.facts() == {**facts, "lighthouse": "http://127.0.0.1:1"}
     assert not list(run.path.glob(".*.tmp"))
+
+
+def test_islands_that_begin_in_one_folder_at_the_same_instant_begin_one_run(tmp_path: Path) -> None:
+    islands, given = 6, config(count=6, ranks=2)
+    for attempt in range(40):
+        folder, together = tmp_path / str(attempt), threading.Barrier(islands)
+
+        def begin(island: int, folder: Path = folder, together: threading.Barrier = together) -> str | None:
+            together.wait()
+            return open_island(folder, given, island=island, resume=False).id
+
+        with ThreadPoolExecutor(islands) as pool:
+            ids = set(pool.map(begin, range(islands)))
+        assert len(ids) == 1 and None not in ids
+        assert not list(folder.glob(".*.tmp"))
+        assert parse_config(json.loads((folder / "config.json").read_text())).digest() == given.digest()
+
+
+def test_of_two_configs_that_begin_at_the_same_instant_one_is_refused(tmp_path: Path) -> None:
+    for attempt in range(20):
+        folder, together = tmp_path / str(attempt), threading.Barrier(2)
+
+        def begin(batch: int, folder: Path = folder, together: threading.Barrier = together) -> bool:
+            together.wait()
+            try:
+                open_island(folder, config(batch), island=batch, resume=False)
+            except ConfigError as e:
+                assert "another one" in str(e)
+                return False
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            assert sorted(pool.map(begin, range(1, 3))) == [False, True]
+
+
+def test_what_a_killed_start_left_behind_is_gone_on_with(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "r", config(), resume=False)
+    run.config_json.unlink()  # killed between the two files
+    (run.path / ".nfs0001").touch()
+    assert open_run(run.path, config(), resume=True).config_json.exists()
+    run.config_json.unlink()
+    with pytest.raises(ConfigError, match="another one"):
+        open_run(run.path, config(2), resume=True)
 
 
 def test_an_empty_folder_will_do_and_resuming_nothing_is_refused(tmp_path: Path) -> None:
