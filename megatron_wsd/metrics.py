@@ -23,8 +23,11 @@ def say(text: str) -> None:
     island, rank = os.environ.get("MEGATRON_WSD_ISLAND"), os.environ.get("RANK", "0")
     who = "" if island is None or text.startswith("error: ") else f"[island {island} rank {rank}] "
     # In one write: ranks share a pipe, and print writes the end of the line apart.
-    sys.stdout.write(f"megatron-wsd: {who}{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"megatron-wsd: {who}{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the launcher is gone: what is under way is to be saved all the same
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def set_up_logging(island: str, rank: int) -> None:

@@ -2,7 +2,8 @@
 
 A folder ``RUN`` holds ``run.json`` (which run this is), ``config.json`` (the complete config the ranks
 read), ``lighthouse.log``, one ``island_<i>/`` for each island (``log.txt``, ``metrics.jsonl``,
-``checkpoints/``) and at the end ``summary.json`` and ``run.png``. Every check comes before the first
+``checkpoints/``, and ``stop`` once it was asked to stop on other machines) and at the end ``summary.json``
+and ``run.png``. Every check comes before the first
 write, so a refused start leaves a folder as it was.
 """
 
@@ -25,6 +26,9 @@ from megatron_wsd.files import write_json_atomic
 
 if TYPE_CHECKING:
     from megatron_wsd.config import Config
+
+STOP = "stop"
+"""A file in an island's folder: while it is there, the island finishes its step, saves and leaves."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ def open_island(path: str | Path, config: Config, *, island: int, resume: bool) 
         )
     _write(run, config, known)
     run.island(island).mkdir(exist_ok=True)
+    (run.island(island) / STOP).unlink(missing_ok=True)
     return run
 
 

@@ -27,6 +27,7 @@ from megatron_wsd.models.utilisation import peak_tflops, utilisation, was_clippe
 from megatron_wsd.monitors import finish_monitors, monitors_of
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
+from megatron_wsd.rundir import STOP
 
 if TYPE_CHECKING:
     from megatron_wsd.diloco.round import RoundResult
@@ -116,6 +117,10 @@ class Trainer:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._stop_requested = True
+
+    def _asked_to_stop(self) -> bool:
+        """By a signal, or by the file with which an island's launcher reaches the ranks of other machines."""
+        return self._stop_requested or (self.rank == 0 and (self.folder / STOP).exists())
 
     # ---- set-up, in the order in which things can be wrong ----
 
@@ -217,7 +222,7 @@ class Trainer:
         if folder is not None:
             self.checkpoints.load_engine(self.engine, folder)
         self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
-        self.outer.stop_requested = lambda: self._stop_requested
+        self.outer.stop_requested = self._asked_to_stop
         if folder is not None:
             self.checkpoints.load_rest(self.outer, folder)
             if start.parent is not None:
@@ -308,7 +313,7 @@ class Trainer:
             if due and not self._there() and self.outer.ready():
                 self._save()
                 due = False
-            stopped = not self.outer.group.all_agree(not self._stop_requested)
+            stopped = not self.outer.group.all_agree(not self._asked_to_stop())
         return stopped
 
     def _inner_step(self) -> None:

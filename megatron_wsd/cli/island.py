@@ -24,7 +24,7 @@ from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_trainable
-from megatron_wsd.rundir import RunDir, held, open_island
+from megatron_wsd.rundir import STOP, RunDir, held, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
 
@@ -135,7 +135,7 @@ def _supervise(plan: Island, run: RunDir, command: list[str]) -> int:
         try:
             reader.start()
             store = _serve_store(host, listener)
-            _wait(child, stop, remote=plan.hostfile is not None)
+            _wait(child, stop, None if plan.hostfile is None else run.island(plan.island) / STOP)
         finally:
             child.kill()  # sweeps up what the launcher may have left
             reader.join(timeout=5.0)
@@ -159,16 +159,22 @@ def _serve_store(host: str, listener: socket.socket) -> object:
     )
 
 
-def _wait(child: Guarded, stop: StopRequest, *, remote: bool) -> None:
-    """Wait for the launcher to end, passing on requests to stop."""
+def _wait(child: Guarded, stop: StopRequest, stop_file: Path | None) -> None:
+    """Wait for the launcher to end, passing on requests to stop.
+
+    Args:
+        child: deepspeed's runner.
+        stop: what was requested.
+        stop_file: how to ask ranks of which some are on other machines; None: all are here.
+    """
     seen = 0
     while child.poll() is None:
         if stop.count > seen:
             # To signal deepspeed's launcher would end the ranks within 30 s and count as a failure, so
-            # the ranks themselves are asked; on other machines only the launcher can be.
+            # the ranks themselves are asked. pdsh passes no signal on, and would drop what they say.
             seen = stop.count
-            if seen == 1 and remote:
-                child.terminate()
+            if seen == 1 and stop_file is not None:
+                stop_file.touch()
             elif seen > 1 or not _ask_ranks(child.pid):  # the user insists, or no rank is there yet
                 child.kill()
         time.sleep(0.1)

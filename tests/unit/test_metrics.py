@@ -233,3 +233,18 @@ for place in range(2):
     assert sum("UserWarning: slow path in two lines" in line for line in lines) == of_frameworks
     assert sum("INFO megatron_wsd.x: step" in line for line in lines) == 2
     assert "noise" not in done.stderr
+
+
+def test_a_console_that_is_gone_ends_nothing() -> None:
+    code = (
+        "from megatron_wsd.metrics import say\nimport sys\nsay('1')\nsys.stdin.read()\nsay('2')\nsay('3')\n"
+    )
+    code += "sys.stderr.write('saved')"
+    line = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None and child.stdin is not None and child.stderr is not None
+        assert child.stdout.readline() == "megatron-wsd: 1\n"
+        child.stdout.close()
+        child.stdin.close()
+        assert child.stderr.read() == "saved" and child.wait(60) == 0
