@@ -6,11 +6,10 @@ overridden so far is in it; one of a branch begins where it left its parent.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
+from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import ControlFolder
 from megatron_wsd.errors import CheckpointError, ConfigError, ScheduleError
@@ -158,8 +157,7 @@ def _of_run(run: RunDir, name: str) -> Curve:
         plan, saved_at = Plan.from_state(manifest["schedule"])
         stands = saved_at
     elif parent is not None:
-        folder = parent.checkpoint(min(int(island) for island in parent.digests))
-        plan, saved_at = Plan.from_state(json.loads((folder / MANIFEST).read_text())["schedule"])
+        plan, saved_at = Plan.from_state(parent.leader()["schedule"])
         plan = Plan((decay_of_branch(plan.schedule, parent.step, parent.order),), plan.peaks[:1])
     else:
         plan, saved_at = Plan((curve.schedule,), (curve.peak,)), -1

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wsd.checkpoint.store import CheckpointStore
+from megatron_wsd.checkpoint.branch_point import BranchPoint, branch_point, saved_by_island
+from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
 from megatron_wsd.data.consumption import Drawn, committed, total
+from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError, ConfigError
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.records import read_islands
@@ -30,15 +32,19 @@ class Parent:
 
     Attributes:
         path: folder of the parent, absolute.
-        step: inner steps at which the branch began.
+        step: position of the schedule at which the branch began, in inner steps of the run.
         config: config digest of the parent.
-        digests: by island, the digests of the ranks' outer state there.
+        steps: by island, the step of its checkpoint there; all are ``step`` in synchronous mode.
+        cursors: by island, up to where the parent has consumed its samples, in its inner steps.
+        digests: by island, the digests of the ranks' outer state in its checkpoint.
         order: the decay of the branch.
     """
 
     path: Path
     step: int
     config: str
+    steps: dict[str, int]
+    cursors: dict[str, int]
     digests: dict[str, list[str]]
     order: Order
 
@@ -50,7 +56,8 @@ class Parent:
             return None
         path = Path(os.path.normpath(run.path / facts["path"]))
         order = Order.model_validate(facts["order"])
-        return cls(path, facts["step"], facts["config"], facts["digests"], order)
+        own = {name: facts[name] for name in ("step", "config", "steps", "cursors", "digests")}
+        return cls(path=path, order=order, **own)
 
     def checkpoint(self, island: int) -> Path:
         """Folder of the checkpoint that an island of the branch begins from.
@@ -59,8 +66,9 @@ class Parent:
             CheckpointError: it is gone, or no longer what it was when the branch was made.
         """
         store = CheckpointStore(self.path / f"island_{island}" / "checkpoints", 2)
-        folder = store.folder(self.step)
-        if store.manifest(self.step) is None:
+        step = self.steps[str(island)]
+        folder = store.folder(step)
+        if store.manifest(step) is None:
             raise CheckpointError(
                 str(folder),
                 "the checkpoint that this branch began from",
@@ -76,15 +84,26 @@ class Parent:
             )
         return folder
 
+    def leader(self) -> dict[str, Any]:
+        """The manifest of the checkpoint with the newest outer state.
+
+        Raises:
+            CheckpointError: one of them is gone, or no longer what it was.
+        """
+        folders = [self.checkpoint(int(island)) for island in sorted(self.steps, key=int)]
+        manifests: list[dict[str, Any]] = [json.loads((f / MANIFEST).read_text()) for f in folders]
+        return max(manifests, key=lambda m: int(m.get("outer_step", 0)))
+
 
 def make_branch(
-    parent: RunDir, step: int | None, name: str, order: Order, child: Path, config: Config, *, force: bool
-) -> tuple[RunDir, int]:
+    parent: RunDir, at: int | None, name: str, order: Order, child: Path, config: Config, *, force: bool
+) -> tuple[RunDir, BranchPoint]:
     """Make the folder of a branch; trains nothing.
 
     Args:
         parent: the run to branch off.
-        step: of the checkpoint; None for the newest that all islands have.
+        at: position of the schedule, in synchronous mode that of a checkpoint; None for the newest that all
+            islands have. See `branch_point`.
         name: of the branch.
         order: its decay.
         child: its folder, which must not be there.
@@ -92,50 +111,40 @@ def make_branch(
         force: branch off a checkpoint whose decay has begun.
 
     Returns:
-        The branch, and the step it begins from.
+        The branch, and where it begins.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is in a decay and ``force`` is not set.
         ConfigError: ``child`` is there already, or the parent has a branch of that name.
     """
-    facts = parent.facts()
-    stores = {
-        i: CheckpointStore(parent.island(i) / "checkpoints", 2)
-        for i in range(facts["islands"])
-        if (parent.island(i) / "checkpoints").is_dir()
-    }
-    era = len(parent.eras()) - 1  # checkpoints from before another number of islands have other data orders
-    common = set.intersection(*(set(s.steps(era)) for s in stores.values())) if stores else set()
-    if not common or (step is not None and step not in common):
-        raise CheckpointError(
-            f"{parent.path}@{step if step is not None else 'newest'}",
-            "a checkpoint that all its islands have",
-            f"those of steps {sorted(common)}" if common else "none",
-            "Name one of these steps." if common else "The run must have saved one.",
-        )
-    step = max(common) if step is None else step
-    manifest = stores[min(stores)].manifest(step) or {}
-    schedule = schedule_of(manifest)
+    point = branch_point(parent, at, lockstep=config.sync.mode == "sync")
+    schedule = schedule_of(point.leader.manifest)
     if schedule is None:
-        raise CheckpointError(f"{parent.path}@{step}", "a checkpoint with a WSD schedule", "one without")
-    _refuse_in_decay(parent, schedule, step, force)
-    decay_of_branch(schedule, step, order)
+        raise CheckpointError(
+            f"{parent.path}@{point.position}", "a checkpoint with a WSD schedule", "one without"
+        )
+    _refuse_in_decay(parent, schedule, point.saved_at, force)
+    decay_of_branch(schedule, point.position, order)
     note = parent.path / "branches" / f"{name}.json"
     if note.exists():
         raise ConfigError("--name", "a name that no branch of the parent has", name, f"See {note}.")
+    steps = {str(i): saved.step for i, saved in point.saved.items()}
     record = {
         "path": os.path.relpath(parent.path, child.absolute()),
-        "step": step,
-        "config": facts["config_digest"],
-        "digests": {str(i): _digests(s.folder(step)) for i, s in stores.items()},
+        "step": point.position,
+        "config": parent.facts()["config_digest"],
+        "steps": steps,
+        "cursors": {str(i): point.cursor(i) for i in point.saved},
+        "digests": {str(i): saved.outer["digests"] for i, saved in point.saved.items()},
         "order": order.model_dump(mode="json"),
         "name": name,
-        "consumed": consumed(parent, manifest.get("outer_step")),
+        "consumed": _consumed_at(parent, point, config),
     }
     run = begin_branch(child, config, record)
     note.parent.mkdir(exist_ok=True)
-    write_json_atomic(note, {"path": os.path.relpath(run.path, parent.path), "step": step})
-    return run, step
+    path = os.path.relpath(run.path, parent.path)
+    write_json_atomic(note, {"path": path, "step": point.position, "steps": steps})
+    return run, point
 
 
 def consumed(run: RunDir, outer_step: int | None = None) -> dict[str, Drawn]:
@@ -148,6 +157,20 @@ def consumed(run: RunDir, outer_step: int | None = None) -> dict[str, Drawn]:
     own = {str(i): committed(records, outer_step) for i, records in read_islands(run.path).items()}
     before = inherited(run)
     return {i: total([before.get(i, {}), own.get(i, {})]) for i in sorted(before.keys() | own.keys())}
+
+
+def _consumed_at(run: RunDir, point: BranchPoint, config: Config) -> dict[str, Drawn]:
+    """What a run had committed of its corpora in the outer state from which a branch begins, by island."""
+    drawn = consumed(run, point.leader.outer_step)
+    if config.sync.mode == "sync":
+        return drawn
+    # There the newest state may know of contributions of which their own island has not told yet.
+    before = inherited(run)
+    for i, saved in point.saved.items():
+        ledger, sampler = saved.manifest["consumed"], MixSampler.from_state(saved.manifest["sampler"], i)
+        untold = sampler.drawn(ledger["until"], point.cursor(i) * config.island_batch)
+        drawn[str(i)] = total([before.get(str(i), {}), ledger["drawn"], untold])
+    return drawn
 
 
 def inherited(run: RunDir) -> dict[str, Drawn]:
@@ -169,8 +192,27 @@ def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:
     )
 
 
+def newest_stable(run: RunDir, config: Config) -> int | None:
+    """The newest position of a run off which a branch can be made; None if there is none."""
+    lockstep = config.sync.mode == "sync"
+    saved = saved_by_island(run, lockstep=lockstep)
+    for at in sorted({s.position for each in saved.values() for s in each}, reverse=True):
+        try:
+            point = branch_point(run, at, lockstep=lockstep)
+        except CheckpointError:
+            continue
+        schedule = schedule_of(point.leader.manifest)
+        if schedule is not None and _before_decay(schedule, point.saved_at):
+            return at
+    return None
+
+
+def _before_decay(schedule: Schedule, step: int) -> bool:
+    return schedule.phase(step) in ("stable", "warmup")
+
+
 def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, force: bool) -> None:
-    if schedule.phase(step) in ("stable", "warmup") or force:
+    if _before_decay(schedule, step) or force:
         return
     begun = max((d.start for d in schedule.decays if d.start <= step), default=step)
     raise CheckpointError(
@@ -238,6 +280,7 @@ def root_of(run: RunDir) -> RunDir:
     return run
 
 
-def pinned_steps(run_dir: Path) -> set[int]:
-    """Steps whose checkpoints branches need."""
-    return {step for _, step, _ in children(RunDir(run_dir))}
+def pinned_steps(run: RunDir, island: int) -> set[int]:
+    """Steps of an island whose checkpoints branches need."""
+    notes = [json.loads(note.read_text()) for note in (run.path / "branches").glob("*.json")]
+    return {note["steps"][str(island)] for note in notes if str(island) in note["steps"]}

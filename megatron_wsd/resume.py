@@ -218,7 +218,8 @@ def _at(
     manifest = None if step is None else store.manifest(step)
     if step is not None and manifest is not None and manifest.get("era", 0) == era:
         return _Source.read(store.folder(step), eras[-1]["config_digest"])
-    if era == 0 and parent is not None and str(island) in parent.digests and step in (None, parent.step):
+    begun = None if era > 0 or parent is None else parent.steps.get(str(island))
+    if parent is not None and begun is not None and step in (None, begun):
         return _Source.read(parent.checkpoint(island), parent.config, of_parent=True)
     return None
 

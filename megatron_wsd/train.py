@@ -214,7 +214,7 @@ class Trainer:
                 choice = [starting_point(self.run_dir, self.address.island, self.config)]
             torch.distributed.broadcast_object_list(choice, src=0)
         start = choice[0]
-        folder = start.folder
+        folder, begins = start.folder, None
         if resume and folder is None:
             log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
         if start.sampler is not None:
@@ -226,7 +226,7 @@ class Trainer:
         if folder is not None:
             self.checkpoints.load_rest(self.outer, folder)
             if start.parent is not None:
-                self._begin_branch(start.parent)
+                begins = self._begin_branch(start.parent)
             elif (consumed := self.checkpoints.consumed(folder)) is not None:
                 self.ledger.load_state_dict(consumed)
         self.metrics = self.outer.metrics
@@ -234,7 +234,7 @@ class Trainer:
         self.metrics.write(
             "start",
             island=self.address.island,
-            step=self.outer.inner_step,
+            step=self.outer.inner_step if begins is None else begins,
             outer_step=self.outer.outer_step,
             parameters=self.built.parameters,
             inner=str(self.built.inner),
@@ -256,8 +256,12 @@ class Trainer:
             )
             say(f"inner optimizer: {self.built.inner}; layers: {self.built.spec}")
 
-    def _begin_branch(self, parent: Parent) -> None:
-        """What a branch does once, when it begins from its parent's checkpoint: its own decay."""
+    def _begin_branch(self, parent: Parent) -> int:
+        """What a branch does once, when it begins from its parent's checkpoint: its own decay.
+
+        Returns:
+            The inner step of this island at which it begins.
+        """
 
         def orders(position: int) -> list[Order]:
             planned = self.engine.lr_scheduler.schedule.decays
@@ -265,12 +269,15 @@ class Trainer:
             cancel = Order(kind="cancel", nonce=parent.order.nonce)
             return [cancel, parent.order] if withdraw else [parent.order]
 
+        # In the newest outer state, which may be another island's and know of more than this one's.
+        cursor = parent.cursors[str(self.address.island)]
+        self.ledger.until = cursor * self.config.island_batch
         if self.config.sync.mode == "sync":
             for order in orders(self.outer.position):
                 self.outer.carry_out(order)
-        else:  # each island's checkpoint comes after a round of its own: first they must hold one state
-            self.outer.at_start = orders
-        self.ledger.until = self.outer.state.cursor(self.address.island) * self.config.island_batch
+            return self.outer.inner_step
+        self.outer.at_start = orders  # each checkpoint comes after a round of its own: first one state
+        return cursor
 
     def _grid(self) -> str:
         tp = self.config.tensor_parallel

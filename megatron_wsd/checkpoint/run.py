@@ -40,8 +40,8 @@ class RunCheckpoints:
     """
 
     def __init__(self, root: Path, config: Config, inner: str | None = None) -> None:
-        run = RunDir(root.parents[1])
-        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(run.path))
+        run, island = RunDir(root.parents[1]), int(root.parent.name.removeprefix("island_"))
+        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(run, island))
         self._config, self._inner = config, inner
         self._era = len(run.eras()) - 1 if run.run_json.exists() else 0
 

@@ -6,7 +6,7 @@ import secrets
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,14 @@ from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.rundir import RunDir
 
+if TYPE_CHECKING:
+    from megatron_wsd.checkpoint.branch_point import BranchPoint
+
 
 def branch(
-    parent: Annotated[str, typer.Argument(metavar="PARENT[@STEP]", help="Run folder, and a step of it.")],
+    parent: Annotated[
+        str, typer.Argument(metavar="PARENT[@STEP]", help="Run folder, and a checkpoint's step.")
+    ],
     name: Annotated[str, typer.Option(help="Name of the branch.")],
     decay_steps: Annotated[int, typer.Option(help="Length of its decay in inner steps.")],
     shape: Annotated[str, typer.Option(help="Shape of its decay.")] = "one_minus_sqrt",
@@ -59,10 +64,18 @@ def branch(
         nonce=secrets.token_hex(8),
     )
     child = run_dir or run.path.with_name(f"{run.path.name}-{name}")
-    made, step = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
-    typer.echo(f"{made.path} branches off {run.path} at step {step}. Train it:")
+    made, point = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
+    typer.echo(f"{made.path} branches off {run.path} at step {point.position}{_own_steps(point)}. Train it:")
     words = [sys.executable, "-m", "megatron_wsd", "launch", "--config", str(made.config_json)]
     typer.echo("  " + shlex.join([*words, "--run-dir", str(made.path), "--resume"]))
+
+
+def _own_steps(point: BranchPoint) -> str:
+    """Where the islands stand themselves, if each has saved at a step of its own."""
+    if all(saved.step == point.position for saved in point.saved.values()):
+        return ""
+    steps = ", ".join(f"island {i} at its step {saved.step}" for i, saved in sorted(point.saved.items()))
+    return f", which is what was committed in {point.leader.outer_step} rounds ({steps})"
 
 
 def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.")]) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
 
 from megatron_wsd.config import Config
-from megatron_wsd.diloco.agree import Offer
+from megatron_wsd.diloco.agree import Offer, whole_steps
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.fragments import Fragment
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
@@ -137,8 +135,7 @@ class OuterState:
             own: steps besides the committed ones, summed over islands and fragments.
             whole: islands times fragments.
         """
-        spans = {**self.spans, whole: self.spans.get(whole, 0) + own}
-        return math.floor(sum((Fraction(steps, w) for w, steps in spans.items()), Fraction(0)))
+        return whole_steps({**self.spans, whole: self.spans.get(whole, 0) + own})
 
     def cursor(self, island: int) -> int:
         """How far the data of an island are committed, with whatever fragment, in its inner steps."""

@@ -1,4 +1,4 @@
-"""The asynchronous job through the real launcher, with five faults injected on its way."""
+"""The asynchronous job through the real launcher, with five faults injected on its way, and a branch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_main_job import command, config, ranks_of, records, wait_for
+from test_main_job import command, config, digests, ranks_of, records, run_job, say, wait_for
 
 pytestmark = pytest.mark.launch
 
@@ -25,7 +25,7 @@ FAULTS = (
 
 
 def asynchronous(folder: Path) -> Path:
-    path = config(folder, checkpoint={"interval_steps": 20})
+    path = config(folder, checkpoint={"interval_steps": 10, "keep": 8})
     raw = json.loads(path.read_text())
     raw["scheduler"]["params"] = {"warmup_steps": 3}  # no end date
     job = raw["megatron_wsd"]
@@ -92,6 +92,7 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
         commits_more(run, 0, 2)
         back = restart()
         commits_more(run, 1, 4)
+        wait_until("a checkpoint", lambda: any((run / "island_1" / "checkpoints").glob("step_????????")))
         order = [
             sys.executable,
             "-m",
@@ -146,3 +147,34 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
     for island in range(2):
         assert records(run, island, "event")[-1]["event"] == "finish"
         assert not ranks_of(run, island)
+
+    _a_branch_begins_where_each_island_stood(run, tmp_path / "branch")
+
+
+def _a_branch_begins_where_each_island_stood(run: Path, branch: Path) -> None:
+    """Off checkpoints of the stable phase, which each island has saved after steps and rounds of its own."""
+    stable = json.loads((run / "control" / "accepted.json").read_text())[0]["step"] - 1
+    before = digests(run)
+    flags = ("--decay-steps", 6, "--shape", "linear", "--run-dir", branch)
+    say("branch", f"{run}@{stable}", "--name", "late", *flags)
+    parent = json.loads((branch / "run.json").read_text())["parent"]
+    begins, batch = parent["step"], 8
+    assert 0 < begins <= stable
+    for i in "01":
+        assert (run / f"island_{i}" / "checkpoints" / f"step_{parent['steps'][i]:08d}").is_dir()
+        assert parent["consumed"][i]["stable"]["broad"] == parent["cursors"][i] * batch
+    run_job(branch / "config.json", branch, "--resume")
+    assert {k: v for k, v in digests(run).items() if not k.startswith("branches/")} == before
+
+    anchors = []
+    for island in range(2):
+        events = records(branch, island, "event")
+        assert events[-1]["event"] == "finish"
+        orders = [e["message"] for e in events if e["event"] == "order"]
+        assert orders == [f"step {begins}: decay of 6 steps (linear) from step {begins}"]
+        newest = max((branch / f"island_{island}" / "checkpoints").glob("step_*"))
+        anchors.append(json.loads((newest / "outer" / "manifest.json").read_text())["digests"])
+        steps = records(branch, island, "step")
+        assert {r["phase"] for r in steps} == {"decay"} and steps[0]["lr"] <= 2e-3
+        assert steps[-1]["position"] >= begins + 6
+    assert anchors[0] == anchors[1] and len(anchors[0]) == 2

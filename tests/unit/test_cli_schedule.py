@@ -215,7 +215,8 @@ def save(run: RunDir, step: int, schedule: Schedule, peak: float = 3e-3, islands
     for island in range(islands):
         folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
         (folder / "outer").mkdir(parents=True)
-        (folder / "outer" / "manifest.json").write_text(json.dumps({"digests": [f"{step}a", f"{step}b"]}))
+        outer = {"digests": [f"{step}a", f"{step}b"], "counters": {"fragments": [{"taken": {}}]}}
+        (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
         content = {"step": step, "files": {}, "schedule": plan.state_dict(step), "config": "c"}
         (folder / "checkpoint.json").write_text(json.dumps(content))
 

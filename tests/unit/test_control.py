@@ -29,7 +29,9 @@ def run_folder(tmp_path: Path, schedule: Schedule | None = None) -> RunDir:
         for step in (10, 20):
             folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
             (folder / "outer").mkdir(parents=True)
-            (folder / "outer" / "manifest.json").write_text(json.dumps({"digests": [f"{step}a", f"{step}b"]}))
+            counters = {"fragments": [{"taken": {"0": step, "1": step}}]}
+            outer = {"digests": [f"{step}a", f"{step}b"], "counters": counters}
+            (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
             content = {"step": step, "files": {}, "schedule": {"schedules": [state]}, "config": "c"}
             (folder / "checkpoint.json").write_text(json.dumps(content))
     return run
@@ -141,7 +143,7 @@ def test_a_branch_names_its_parent_and_changes_nothing_in_it(tmp_path: Path) -> 
     assert parent is not None and parent.step == 10 and parent.path == run.path
     assert parent.order.data_mix == "decay" and parent.order.length == 5
     assert parent.checkpoint(1) == run.island(1) / "checkpoints" / "step_00000010"
-    assert children(run) == [("code", 10, child.path)] and pinned_steps(run.path) == {10}
+    assert children(run) == [("code", 10, child.path)] and pinned_steps(run, 1) == {10}
     assert root_of(child).path == run.path
     code, text = cli("lineage", child.path)
     assert code == 0 and "base" in text and "code @10: not trained yet" in text

@@ -14,7 +14,7 @@ from megatron_wsd.cli import app
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError, ConfigError
-from megatron_wsd.lineage import Parent
+from megatron_wsd.lineage import Parent, pinned_steps
 from megatron_wsd.resume import Change, plan_change, starting_point
 from megatron_wsd.rundir import RunDir, held, open_island, open_run
 from megatron_wsd.schedule import Schedule
@@ -47,8 +47,12 @@ class Job:
         taken: dict[int, int],
         history: Any = None,
         run: Any = None,
+        position: int | None = None,
     ) -> Path:
-        """A checkpoint as an island would write it, in whatever era the run is."""
+        """A checkpoint as an island would write it, in whatever era the run is.
+
+        ``position`` is another one than the step in asynchronous mode.
+        """
         run = run or self.run
         eras = run.eras()
         era, islands = len(eras) - 1, eras[-1]["islands"]
@@ -56,11 +60,15 @@ class Job:
         state = start.sampler or MixSampler(SIZES, MIXES, seed=7, islands=islands).state_dict()
         folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
         (folder / "outer").mkdir(parents=True)
-        counters = {"fragments": [{"taken": {str(i): n for i, n in taken.items()}}], "inner_step": step}
+        counters = {
+            "fragments": [{"taken": {str(i): n for i, n in taken.items()}}],
+            "inner_step": step,
+            "spans": {str(islands): sum(taken.values())},
+        }
         outer = {
             "digests": [f"{outer_step}a", f"{outer_step}b"],
             "counters": counters,
-            "extra": {"position": step},
+            "extra": {"position": step if position is None else position},
         }
         (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
         content = {
@@ -70,6 +78,7 @@ class Job:
             "era": era,
             "config": eras[-1]["config_digest"],
             "sampler": {**state, "history": history or state["history"]},
+            "consumed": {"drawn": {"stable": {"broad": step}}, "until": step},
             "schedule": {"schedules": [Schedule(5).state_dict()]},
         }
         (folder / "checkpoint.json").write_text(json.dumps(content))
@@ -255,11 +264,11 @@ def test_resize_is_for_islands_that_are_started_one_by_one(tmp_path: Path) -> No
 # --- branches
 
 
-def branch(job: Job, *words: object) -> RunDir:
-    line = ("branch", job.run.path, "--name", "code", "--decay-steps", 5, *words)
+def branch(job: Job, at: str = "", name: str = "code", fails: str = "") -> RunDir:
+    line = ("branch", f"{job.run.path}{at}", "--name", name, "--decay-steps", 5)
     done = CliRunner().invoke(app, [str(w) for w in line])
-    assert done.exit_code == 0, done.output
-    return RunDir(job.run.path.with_name("run-code"))
+    assert done.exit_code == (2 if fails else 0) and fails in done.output, done.output
+    return RunDir(job.run.path.with_name(f"run-{name}"))
 
 
 def launch(run: RunDir, *words: object) -> tuple[int, str]:
@@ -288,6 +297,36 @@ def test_a_branch_begins_from_its_parent_and_then_from_itself(job: Job) -> None:
     own = job.save(1, 44, 5, {0: 44, 1: 44}, run=child)
     shutil.rmtree(job.run.path)  # from here on it needs its parent no more
     assert starting_point(child.path, 1, job.config(2)).folder == own
+
+
+def test_a_branch_of_an_asynchronous_run_takes_of_each_island_its_own_checkpoint(tmp_path: Path) -> None:
+    job = Job(tmp_path, mode="async")
+    # Island 0 is more than twice as fast: no step at which both have saved, and none they could both save at.
+    slow = [job.save(1, 21, 5, {0: 44, 1: 20}, position=34)]
+    fast = [job.save(0, step, n, t, position=p) for step, n, t, p in (
+        (40, 4, {0: 36, 1: 16}, 30), (60, 7, {0: 56, 1: 24}, 44), (80, 9, {0: 80, 1: 33}, 58),
+    )]  # fmt: skip
+
+    early = branch(job, "@40", "early")
+    parent = Parent.of(early)
+    assert parent is not None and parent.steps == {"0": 40, "1": 21}
+    assert parent.step == (44 + 20) // 2, "what was committed in the newest state, that of island 1"
+    assert parent.cursors == {"0": 44, "1": 20}, "of island 0 more than its own checkpoint knows"
+    assert parent.leader()["outer_step"] == 5
+    # Of which the ledgers of the checkpoints tell but one sample a step.
+    consumed = early.facts()["parent"]["consumed"]
+    drawn = {i: mixes["stable"]["broad"] for i, mixes in consumed.items()}
+    assert drawn == {"0": 44 * BATCH, "1": 20 * BATCH}
+    starts = [starting_point(early.path, i, job.config(2)) for i in range(2)]
+    assert [s.folder for s in starts] == [fast[0], slow[0]] and all(s.parent for s in starts)
+
+    newest = Parent.of(branch(job, name="newest"))
+    assert newest is not None and newest.steps == {"0": 80, "1": 21} and newest.step == (80 + 33) // 2
+    assert (pinned_steps(job.run, 0), pinned_steps(job.run, 1)) == ({40, 80}, {21})
+    branch(job, "@33", "none", fails="Name position 34 or a later one")
+    shutil.rmtree(slow[0])
+    branch(job, "@60", "none", fails="island 0 at 30, 44, 58; island 1 at none")
+    assert not job.run.path.with_name("run-none").exists()
 
 
 def test_a_branch_may_begin_with_another_number_of_islands(job: Job) -> None:
