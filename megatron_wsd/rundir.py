@@ -20,6 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 import megatron_wsd
 from megatron_wsd.errors import ConfigError, IslandError
 from megatron_wsd.files import write_json_atomic
@@ -307,6 +309,19 @@ def held(path: Path, what: str) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def holder(path: Path) -> int | None:
+    """The process on this machine that has a lock file open, as its content says; None if there is none.
+
+    The lock is not tried: to hold it for an instant could refuse an island that is just being started.
+    """
+    try:
+        pid = int(path.read_text())
+        files = psutil.Process(pid).open_files()
+    except (OSError, ValueError, psutil.Error):
+        return None
+    return pid if any(Path(f.path) == path.resolve() for f in files) else None
 
 
 def is_held(path: Path) -> bool:

@@ -6,14 +6,15 @@ import secrets
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.rundir import RunDir
+from megatron_wsd.reporting.status import RunStatus
+from megatron_wsd.rundir import RunDir, holder
 from megatron_wsd.schedule import Schedule
 
 
@@ -47,12 +48,42 @@ def decay_now(
         if folder.withdraw():
             typer.echo("Withdrawn; no island had taken it yet.")
             return
+        state = _state(run)
         order = Order(kind="cancel", nonce=secrets.token_hex(8))
     else:
         order = _decay(config, folder, steps, shape, min_lr_ratio, data_mix, at, then)
+        state = _state(run)
     folder.propose(order)
-    typer.echo("Proposed; the islands agree on it in their next outer round.")
-    _await(folder, order, wait)
+    if state == "running":
+        typer.echo("Proposed; the islands agree on it in their next outer round.")
+        _await(folder, order, wait)
+        return
+    kept = (
+        "The order is kept, and taken in the first outer round after the next start; --cancel withdraws it."
+    )
+    if wait:
+        raise ConfigError("--wait", "a run that is running", f"one that is {state}", kept)
+    typer.echo(f"No island of this run is running (status: {state}). {kept}")
+
+
+def _state(run: RunDir) -> str:
+    """``running``, or how the run stands of which no island takes orders, as `status` calls it.
+
+    Raises:
+        ConfigError: it is over.
+    """
+    look = RunStatus(run.path).look()
+    if holder(run.path / "launch.lock") or any(island["process"] for island in look["islands"]):
+        return "running"  # or about to, and has told nothing yet
+    if look["state"] == "finished":
+        raise ConfigError(
+            "decay-now",
+            "a run that goes on",
+            "one that has finished",
+            "To decay otherwise, branch off a checkpoint: megatron-wsd branch.",
+        )
+    elsewhere = any(island["state"] == "elsewhere" for island in look["islands"])
+    return "running" if elsewhere or look["state"] == "starting" else str(look["state"])
 
 
 def _decay(
@@ -102,7 +133,7 @@ def _await(folder: ControlFolder, order: Order, seconds: float) -> None:
             if entry["number"] == order.number:
                 if "refused" in entry:
                     raise ConfigError("decay-now", "an order that the run can follow", entry["refused"])
-                typer.echo(f"Agreed by all islands at step {entry['step']}.")
+                typer.echo(f"Agreed by all islands at step {entry['step']}: {_outcome(entry)}.")
                 return
         time.sleep(0.2)
     if seconds:
@@ -112,3 +143,12 @@ def _await(folder: ControlFolder, order: Order, seconds: float) -> None:
             "none",
             "The order still waits; --cancel withdraws it.",
         )
+
+
+def _outcome(entry: dict[str, Any]) -> str:
+    """What a committed order does, and when."""
+    if entry["kind"] == "cancel":
+        return "the decay that had not begun is withdrawn"
+    begins = entry["step"] if entry["at"] is None else entry["at"]
+    after = "and the run with it" if entry["then"] == "stop" else "the stable phase follows"
+    return f"the decay begins at step {begins} and ends at step {begins + entry['length']}, {after}"

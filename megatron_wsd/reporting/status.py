@@ -10,12 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.control import ControlFolder
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.records import Follow, Record, is_void, island_folders
+from megatron_wsd.rundir import holder
 
 _QUIET_S = 60.0  # an island silent for longer than this, and than three of its usual gaps, is not going on
 _STARTING_S = 600.0  # from the last line of its log to the first record: imports, data, the engine
@@ -60,7 +59,7 @@ class RunStatus:
         facts, sync = _json(self.path / "run.json"), _sync(self.path)
         seen = dict(sorted(self._islands.items()))
         newest = _newest_round(seen)
-        here = _holder(self.path / "launch.lock") is not None
+        here = holder(self.path / "launch.lock") is not None
         count = max([facts.get("islands") or 0, *(i + 1 for i in seen)])
         islands = [
             seen[i].status(now, newest, launched_here=here) if i in seen else _elsewhere(i, newest, now)
@@ -153,7 +152,7 @@ class _Island:
 
     def status(self, now: float, newest: Record, *, launched_here: bool) -> dict[str, Any]:
         """This island's part of `RunStatus.look`."""
-        process = _holder(self.folder / "lock")
+        process = holder(self.folder / "lock")
         age = max(0.0, now - self.last["time"]) if self.last else None
         gate = newest.get("gates", {}).get(str(self.number))
         staleness = newest.get("staleness", {}).get(str(self.number))
@@ -204,19 +203,6 @@ class _Island:
         # round leave out who does not answer.
         left_out = newest.get("time", 0.0) > self.last["time"] and self.number not in newest["islands"]
         return "lost" if launched_here or left_out or age > self.quiet_s else "running"
-
-
-def _holder(lock: Path) -> int | None:
-    """The process on this machine that has a lock file open, as its content says; None if there is none.
-
-    The lock is not tried: to hold it for an instant could refuse an island that is just being started.
-    """
-    try:
-        pid = int(lock.read_text())
-        files = psutil.Process(pid).open_files()
-    except (OSError, ValueError, psutil.Error):
-        return None
-    return pid if any(Path(f.path) == lock.resolve() for f in files) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

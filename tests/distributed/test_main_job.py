@@ -284,6 +284,7 @@ def test_killed_island_comes_back_and_a_decay_begins_by_command(tmp_path: Path) 
     begins = {i: [e["step"] for e in records(run, i, "event") if e["event"] == "order"] for i in range(2)}
     assert begins[0] == begins[1] and len(begins[0]) == 1
     start = begins[0][0]
+    assert f"begins at step {start} and ends at step {start + 6}, and the run with it." in done.stdout
     rates = [{r["step"]: r["lr"] for r in records(run, i, "step")} for i in range(2)]
     assert max(rates[0]) == max(rates[1]) == start + 6
     assert all(rates[1][step] == rates[0][step] for step in rates[1] if step > start)
