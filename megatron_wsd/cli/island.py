@@ -18,13 +18,13 @@ import typer
 from megatron_wsd.addresses import address_for, lighthouse_host_port
 from megatron_wsd.cli.command import Island, deepspeed_env_lines
 from megatron_wsd.cli.dry_run import preamble
-from megatron_wsd.cli.logs import HEADER, console_text
+from megatron_wsd.cli.logs import HEADER, console_text, failure
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
 from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_trainable
-from megatron_wsd.rundir import STOP, RunDir, held, open_island
+from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
 
@@ -144,6 +144,9 @@ def _supervise(plan: Island, run: RunDir, command: list[str]) -> int:
     if status == 0 and reader.clean_exits < plan.ranks:
         # deepspeed's runner exits 0 when its own child, the launcher of the ranks, is killed
         status = 128 + signal.SIGKILL
+    # What is started by `launch` is told there, when all has ended.
+    if status and not stop.count and holder(run.path / "launch.lock") != os.getppid():
+        typer.echo("\n".join(failure(plan.island, status, run.log(plan.island))), err=True)
     return status
 
 

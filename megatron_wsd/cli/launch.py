@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shlex
+import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +19,16 @@ from megatron_wsd.cli.command import Island
 from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.island import dry_lines
 from megatron_wsd.cli.lighthouse import Lighthouse, lighthouse_command
-from megatron_wsd.cli.logs import excerpt, starts
+from megatron_wsd.cli.logs import excerpt, failed, failure, starts
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
-from megatron_wsd.config import Config, load_config
+from megatron_wsd.config import BLOCK, Config, load_config
 from megatron_wsd.control import ControlFolder, override_order
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.preflight import check_trainable
 from megatron_wsd.resume import plan_change, starting_point
-from megatron_wsd.rundir import RunDir, held, is_held, open_run
+from megatron_wsd.rundir import RunDir, held, holder, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
 _DRY_ADDRESS = "127.0.0.1:29510"
@@ -70,8 +73,11 @@ def launch(
         )
         for i in range(count)
     ]
+    written = json.loads(config.read_text()).get(BLOCK, {}).get("islands", {})
+    asked = {"--islands": islands or written.get("count"), "--ranks": ranks or written.get("ranks")}
+    essentials = _essentials(loaded, plans[0], [flag for flag, value in asked.items() if value is None])
     if dry_run:
-        typer.echo("\n".join(preamble(loaded, plans, local=True)))
+        typer.echo("\n".join([f"# {essentials}", *preamble(loaded, plans, local=True)]))
         typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
         for plan in plans:
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
@@ -92,10 +98,26 @@ def launch(
     with held(run.path / "launch.lock", "launch"):
         if order is not None:
             ControlFolder(run.path).propose(order)
-        raise typer.Exit(_run(loaded, run, plans, stop))
+        raise typer.Exit(_run(loaded, run, plans, stop, essentials))
 
 
-def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest) -> int:
+def _essentials(config: Config, plan: Island, silent: list[str]) -> str:
+    """How much is started and for how long; ``silent`` are the flags for which 1 was taken."""
+    text = f"{_count(plan.islands, 'island')} x {_count(plan.ranks, 'rank')}"
+    if silent:
+        text += f" (1 where {' and '.join(silent)} {'are' if len(silent) > 1 else 'is'} not given)"
+    if plan.resume or plan.script is not None:
+        return text  # a checkpoint or the script knows where the end is; the ranks tell
+    ends = [plan.steps, config.schedule.end if config.schedule is not None else None]
+    end = min((n for n in ends if n is not None), default=None)
+    return f"{text}, " + ("no end: until decay-now or Ctrl-C" if end is None else f"to step {end}")
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest, essentials: str) -> int:
     from megatron_wsd import report
 
     watch = _Watch(config, run, stop)
@@ -104,7 +126,7 @@ def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest) ->
     try:
         run.set_lighthouse(address)
         say("launch", f"run folder {run.path}")
-        say("launch", f"{len(plans)} islands x {plans[0].ranks} ranks, lighthouse {address}")
+        say("launch", f"{essentials}, lighthouse {address}")
         watch.begin([replace(plan, lighthouse=address) for plan in plans])
         watch.until_the_end(lighthouse)
     finally:
@@ -116,7 +138,25 @@ def _run(config: Config, run: RunDir, plans: list[Island], stop: StopRequest) ->
         typer.echo(line, err=True)
     if watch.failed or watch.lighthouse_lost:
         return 1
+    if plans[0].script is None and report.has_steps(run.path):
+        typer.echo("\n".join(["next, for example:", *next_commands(config, run)]))
     return 128 + stop.signal if watch.cut_short else 0
+
+
+def next_commands(config: Config, run: RunDir) -> list[str]:
+    """What to do with a run that has ended well, as lines for a shell."""
+    from megatron_wsd.lineage import newest_stable
+    from megatron_wsd.reporting.status import RunStatus
+
+    lines: list[list[object]] = [["report", run.path, "--out", run.path / "report.html"]]
+    if RunStatus(run.path).look()["state"] != "finished":
+        lines.append(["launch", "--config", run.config_json, "--run-dir", run.path, "--resume"])
+    step = newest_stable(run, config)
+    if step is not None:
+        length = max(1, step // 5)  # 10 to 20% of a run are a good decay
+        lines.append(["branch", f"{run.path}@{step}", "--name", "decayed", "--decay-steps", length])
+    program = [sys.executable, "-m", "megatron_wsd"]
+    return ["  " + shlex.join([*program, *map(str, line)]) for line in lines]
 
 
 class _Watch:
@@ -131,6 +171,8 @@ class _Watch:
         self._old_bytes: dict[int, int] = {}  # of metrics.jsonl before this launch
         self._starts: dict[int, int] = {}  # of each island, when this launch's own ended
         self._deadline: float | None = None
+        self._insisted = False  # whoever was asked to end is to end at once
+        self._left: set[int] = set()  # islands started by hand that cannot be reached from here
         self.failed: dict[int, int] = {}  # exit status of each island that failed by itself
         self.cut_short = False  # the user's stop came before an island could save
         self.lighthouse_lost = False
@@ -152,32 +194,37 @@ class _Watch:
 
     def until_the_end(self, lighthouse: Lighthouse) -> None:
         """Wait until no island of this run is left, also none that was started again by hand."""
-        asked = False
-        while running := self._running():
+        asked = waiting = False
+        while True:
+            running = self._running()
+            by_hand = self._locked() - running - self._left
             for island in self._children.keys() - running - self._settled:
                 self._note_end(island)
+            if not running and (not by_hand or self._insisted):
+                return
+            if not (running or waiting or self._stop.count):
+                waiting = True
+                say("launch", f"waiting for {_names(by_hand)}, started by hand")
             if self._stop.count and not asked:
                 asked = True
                 what = "the islands finish their step and save"
                 if self._plans[0].script is not None:
                     what = "the script is asked to end"
                 say("launch", f"stopping: {what} (again: end at once)")
-                self._end(running)
-            if self._stop.count > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
+                self._end(running | by_hand)
+            late = self._deadline is not None and time.monotonic() > self._deadline
+            if (self._stop.count > 1 or late) and not self._insisted:
+                self._insisted = True
+                self._end(by_hand)  # asked twice, an island ends at once
+            if self._insisted:
                 self.kill()
             if not (lighthouse.alive() or self.lighthouse_lost or self._stop.count):
                 say("launch", "the lighthouse has ended: starting it again")
                 if not lighthouse.restart():
                     self.lighthouse_lost = True
                     say("launch", "the lighthouse does not stay: stopping all islands")
-                    self._end_others(running)
+                    self._end_others(running | by_hand)
             time.sleep(0.1)
-        for island in self._children.keys() - self._settled:
-            self._note_end(island)
-        if (others := self._locked()) and not self._stop.count and not self.lighthouse_lost:
-            say("launch", f"waiting for {_names(others)}, started by hand")
-            while self._locked() and not self._stop.count and lighthouse.alive():
-                time.sleep(0.5)
 
     def kill(self) -> None:
         """End everything at once."""
@@ -189,14 +236,14 @@ class _Watch:
         lines: list[str] = []
         told: dict[tuple[str, ...], int] = {}
         for island, status in self.failed.items():
-            why = tuple(excerpt(self._run.log(island)))
-            lines.append(f"megatron-wsd: error: island {island} failed ({describe_exit(status)}).")
-            if starts(self._run.log(island)) > self._starts.get(island, 0):
-                lines.append(f"  It has been started again since: {self._run.log(island)}")
+            log = self._run.log(island)
+            why = tuple(excerpt(log))
+            if starts(log) > self._starts.get(island, 0):
+                lines += [failed(island, status), f"  It has been started again since: {log}"]
             elif why in told:
-                lines.append(f"  Its last lines are those of island {told[why]}.")
+                lines += [failed(island, status), f"  Its last lines are those of island {told[why]}."]
             else:
-                lines += [f"  | {line}" for line in why] + [f"  All of it: {self._run.log(island)}"]
+                lines += failure(island, status, log)
             told.setdefault(why, island)
         if self.lighthouse_lost:
             lines.append(
@@ -234,15 +281,32 @@ class _Watch:
         else:
             why = f"fewer than {self._min_islands} left" if self._has_begun() else "no round was reached yet"
             say("launch", f"stopping {_names(alive)}: {why}")
-            self._end_others(self._running())
+            self._end_others(alive)
 
-    def _end_others(self, running: set[int]) -> None:
+    def _end_others(self, islands: set[int]) -> None:
         self._deadline = time.monotonic() + _GRACE_S
-        self._end(running)
+        self._end(islands)
 
-    def _end(self, running: set[int]) -> None:
-        for island in running:
-            self._children[island].terminate()
+    def _end(self, islands: set[int]) -> None:
+        """Ask islands to end, also those that were started by hand, as far as they are on this machine."""
+        for island in sorted(islands):
+            child, lock = self._children[island], self._run.island(island) / "lock"
+            if child.poll() is None:
+                child.terminate()
+                continue
+            pid = holder(lock)
+            try:
+                if pid is not None:
+                    os.kill(pid, signal.SIGTERM)
+                    continue
+                where = "on another machine"
+            except ProcessLookupError:
+                continue  # it has just ended
+            except PermissionError:
+                where = f"process {pid} of another user"
+            self._left.add(island)
+            say("launch", f"island {island} was started by hand and is left running ({where}); to stop it:")
+            say("launch", "  Ctrl-C there, or kill -TERM of its `megatron-wsd island` or island.sh")
 
     def _has_begun(self) -> bool:
         """Whether an outer round was tried since this launch started."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_wsd.cli.process import describe_exit
+
 HEADER = "=== megatron-wsd island"
 
 # deepspeed's pdsh puts the host before each line of another machine
@@ -55,3 +57,14 @@ def excerpt(log: Path, lines: int = 20) -> list[str]:
             end = next((j for j in range(i + 1, len(plain)) if not plain[j].startswith(" ")), len(plain) - 1)
             return plain[max(i, end + 1 - lines) : end + 1]
     return plain[-lines:]
+
+
+def failure(island: int, status: int, log: Path) -> list[str]:
+    """What to tell of an island that failed: its exit status, why by its log, and where to read on."""
+    why = [f"  | {line}" for line in excerpt(log)]
+    return [failed(island, status), *why, f"  All of it: {log}"]
+
+
+def failed(island: int, status: int) -> str:
+    """That an island failed, and with which exit status."""
+    return f"megatron-wsd: error: island {island} failed ({describe_exit(status)})."

@@ -8,15 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megatron_wsd.cli.command import Island
+from megatron_wsd.cli.launch import _Watch
+from megatron_wsd.config import load_config
+from megatron_wsd.rundir import is_held, open_run
+
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "launch" / "configs" / "tiny_cpu.json"
 
 # One all-reduce a step, a round every 5 steps, SIGTERM obeyed at a step boundary that all ranks agree on.
 TRAINER = """
@@ -196,3 +204,67 @@ def test_a_guarded_command_and_its_children_end_with_a_parent_that_is_killed() -
     parent.kill()
     parent.wait()
     assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+# An island without ranks: it tells of a round and holds its lock until it is asked to end; island 1 fails.
+ISLAND = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megatron_wsd.rundir import held
+folder, fails, elsewhere = Path(sys.argv[1]), "fails" in sys.argv, "elsewhere" in sys.argv
+folder.mkdir(exist_ok=True)
+with held(folder / "lock", "test"):
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "round"}) + "\\n")
+    if elsewhere:
+        (folder / "lock").write_text("0")  # what is a process on one machine is none on another
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while not fails:
+        time.sleep(0.05)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_stop_reaches_an_island_that_was_started_again_by_hand(
+    tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = open_run(tmp_path / "run", load_config(TINY, islands=2, ranks=1), resume=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def program(island: int, *words: str) -> list[str]:
+        return [sys.executable, "-c", ISLAND, str(run.island(island)), *words]
+
+    def own_command(plan: Island) -> list[str]:
+        return program(plan.island, *["fails"] * (plan.island == 1 and not plan.resume))
+
+    monkeypatch.setattr(Island, "own_command", own_command)
+    stop = SimpleNamespace(count=0, signal=signal.SIGINT)
+    watch = _Watch(load_config(run.config_json), run, stop)  # type: ignore[arg-type]
+    plans = [
+        Island(island=i, islands=2, ranks=1, lighthouse="http://127.0.0.1:9", run_dir=run.path)
+        for i in (0, 1)
+    ]
+    lighthouse = SimpleNamespace(alive=lambda: True)
+    thread = threading.Thread(target=watch.until_the_end, args=(lighthouse,), daemon=True)
+    watch.begin(plans)
+    by_hand = None
+    try:
+        thread.start()
+        wait_for(lambda: 1 in watch.failed, 60, "island 1 has failed")
+        by_hand = subprocess.Popen(program(1, *["elsewhere"] * elsewhere))
+        wait_for(lambda: is_held(run.island(1) / "lock"), 60, "it is back")
+        stop.count = 1
+        thread.join(60)
+        assert not thread.is_alive() and watch.failed == {1: 1} and not watch.cut_short
+        text = capsys.readouterr().out
+        if elsewhere:
+            assert by_hand.poll() is None
+            assert "island 1 was started by hand and is left running (on another machine)" in text
+            assert "kill -TERM of its `megatron-wsd island` or island.sh" in text
+        else:
+            assert by_hand.wait(0) == 0 and "left running" not in text
+    finally:
+        watch.kill()
+        if by_hand is not None:
+            by_hand.kill()
+            by_hand.wait()
