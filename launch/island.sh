@@ -11,7 +11,8 @@
 #   --nccl-interface NAME  the network inside the island (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME);
 #                          default: --interface
 #   --restarts N           start a failed island again up to N times, with --resume; default 0
-#   --restart-pause-s S    wait so long before; default 30
+#   --restart-pause-s S    wait so long before; default 30. Doubled, up to 16 times that, while it fails again
+#                          within ten minutes
 #   --dry-run              print config, ranks, addresses, environment, memory and commands; touches nothing
 #   all other flags        are those of `megatron-wsd island`
 #
@@ -20,7 +21,8 @@
 # the lighthouse can end the run: the link between islands must be a VPN.
 #
 # SIGTERM or Ctrl-C: the island finishes its step, saves, and leaves; once more: it ends at once. Exit status: 0 the
-# run is over or stopped and saved, 2 an error to mend (not tried again within its first minute), else a failure.
+# run is over or stopped and saved, 2 an error to mend (not tried again within its first minute), 143 told to end
+# before there was anything to save, else a failure.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -66,7 +68,7 @@ done
 [[ "$pause" =~ ^[0-9]+$ ]] || fail "--restart-pause-s: expected whole seconds, got '$pause'."
 
 if ((dry_run)); then
-    printf '# restarts: up to %s, %s s after a failure, with --resume\n' "$restarts" "$pause"
+    printf '# restarts: up to %s, %s s and more after a failure, with --resume\n' "$restarts" "$pause"
 fi
 if ((dry_run || restarts == 0)); then
     exec "$python" -m megatron_wsd island "${args[@]}"
@@ -88,6 +90,7 @@ await() { # sets status; a signal that is passed on ends `wait` before the child
     child=''
 }
 
+wait_s="$pause"
 while :; do
     began="$SECONDS"
     # In a session of its own: a terminal or a batch system that signals the whole group would reach the island
@@ -95,10 +98,12 @@ while :; do
     setsid "$python" -m megatron_wsd island "${args[@]}" &
     child=$!
     await
-    if ((status == 0 || stopping)); then
+    ran=$((SECONDS - began))
+    # 143: something else than this script asked the island to end, as `megatron-wsd launch` does when it is stopped.
+    if ((status == 0 || status == 143 || stopping)); then
         exit "$status"
     fi
-    if ((status == 2 && SECONDS - began < 60)); then
+    if ((status == 2 && ran < 60)); then
         say "not started again: an error to mend"
         exit 2
     fi
@@ -107,13 +112,19 @@ while :; do
         exit "$status"
     fi
     failed="$status"
-    say "exit status $status after $((SECONDS - began)) s; again in $pause s, $restarts left"
+    if ((ran >= 600)); then
+        wait_s="$pause" # it was at work meanwhile
+    fi
+    say "exit status $status after $ran s; again in $wait_s s, $restarts left"
     restarts=$((restarts - 1))
-    sleep "$pause" &
+    sleep "$wait_s" &
     child=$!
     await
     if ((stopping)); then
         exit "$failed"
+    fi
+    if ((wait_s < 16 * pause)); then
+        wait_s=$((2 * wait_s))
     fi
     args+=(--resume)
 done
