@@ -76,7 +76,7 @@ def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
         lockstep: the run is a synchronous one.
 
     Raises:
-        CheckpointError: there is none such of every island whose folder is here.
+        CheckpointError: there are none such.
     """
     saved = saved_by_island(run, lockstep=lockstep)
     where = f"{run.path}@{at if at is not None else 'newest'}"
@@ -93,15 +93,15 @@ def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
         chosen = {i: next(s for s in each if s.step == step) for i, each in saved.items()}
         return BranchPoint(step, chosen, _leader(chosen))
     fitting = {i: [s for s in each if at is None or s.position <= at] for i, each in saved.items()}
-    if not saved or not all(fitting.values()):
-        remedy = "Each must have saved one."
-        if saved and all(saved.values()):
+    if not all(fitting.values()):
+        remedy = "Each must have saved one, and its folder must be here."
+        if all(saved.values()):
             first = max(min(s.position for s in each) for each in saved.values())
             remedy = f"Name position {first} or a later one."
         raise CheckpointError(
             where,
             "a checkpoint of each of its islands" + ("" if at is None else " up to that position"),
-            "; ".join(f"island {i} at {_listed(each)}" for i, each in saved.items()) or "none",
+            "; ".join(f"island {i} at {_listed(each)}" for i, each in saved.items()),
             remedy,
         )
     chosen = {i: each[-1] for i, each in fitting.items()}
@@ -115,15 +115,16 @@ def _leader(saved: Mapping[int, Saved]) -> Saved:
 
 
 def saved_by_island(run: RunDir, *, lockstep: bool) -> dict[int, list[Saved]]:
-    """The complete checkpoints of each island whose folder is here, as they were written.
+    """The complete checkpoints of each island, as they were written.
 
-    Only those since the number of islands was changed last: older ones have other orders of data.
+    Only those since the number of islands was changed last: older ones have other orders of data. Of a
+    synchronous run islands whose folder is on another file system are left out: they have the same steps.
     """
     era = len(run.eras()) - 1
     found: dict[int, list[Saved]] = {}
     for island in range(int(run.facts()["islands"])):
         store = CheckpointStore(run.island(island) / "checkpoints", 2)
-        if store.root.is_dir():
+        if store.root.is_dir() or not lockstep:
             each = (_read(store, step, lockstep) for step in store.steps(era))
             found[island] = [saved for saved in each if saved is not None]
     return found

@@ -39,9 +39,11 @@ def launch(
     run_dir: Annotated[Path, typer.Option(help="Run folder: new, or with --resume that of the run.")],
     islands: Annotated[
         int | None,
-        typer.Option(help="Number of islands, with --resume also a new one; default: the config's."),
+        typer.Option(help="Number of islands, with --resume also a new one; default: the config's, else 1."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of an island; default: as in the config.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of an island; default: the config's, else 1.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many inner steps in all.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     script: Annotated[Path | None, typer.Option(help="Training script instead of launch/train.py.")] = None,

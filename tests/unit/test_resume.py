@@ -326,6 +326,8 @@ def test_a_branch_of_an_asynchronous_run_takes_of_each_island_its_own_checkpoint
     branch(job, "@33", "none", fails="Name position 34 or a later one")
     shutil.rmtree(slow[0])
     branch(job, "@60", "none", fails="island 0 at 30, 44, 58; island 1 at none")
+    shutil.rmtree(job.run.island(1))
+    branch(job, name="none", fails="its folder must be here")
     assert not job.run.path.with_name("run-none").exists()
 
 
