@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+from megatron_wsd.checkpoint.standing import Standing, newest
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
-from megatron_wsd.control import Order
+from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.data.consumption import Drawn, committed, total
 from megatron_wsd.errors import CheckpointError, ConfigError
 from megatron_wsd.files import write_json_atomic
@@ -30,7 +33,8 @@ class Parent:
 
     Attributes:
         path: folder of the parent, absolute.
-        step: inner steps at which the branch began.
+        step: of the checkpoints that it began from, which each island counts by steps of its own.
+        position: of the schedule there, at which its decay begins.
         config: config digest of the parent.
         digests: by island, the digests of the ranks' outer state there.
         order: the decay of the branch.
@@ -38,6 +42,7 @@ class Parent:
 
     path: Path
     step: int
+    position: int
     config: str
     digests: dict[str, list[str]]
     order: Order
@@ -50,7 +55,8 @@ class Parent:
             return None
         path = Path(os.path.normpath(run.path / facts["path"]))
         order = Order.model_validate(facts["order"])
-        return cls(path, facts["step"], facts["config"], facts["digests"], order)
+        position = facts.get("position", facts["step"])
+        return cls(path, facts["step"], position, facts["config"], facts["digests"], order)
 
     def checkpoint(self, island: int) -> Path:
         """Folder of the checkpoint that an island of the branch begins from.
@@ -79,12 +85,12 @@ class Parent:
 
 def make_branch(
     parent: RunDir, step: int | None, name: str, order: Order, child: Path, config: Config, *, force: bool
-) -> tuple[RunDir, int]:
+) -> tuple[RunDir, Parent]:
     """Make the folder of a branch; trains nothing.
 
     Args:
         parent: the run to branch off.
-        step: of the checkpoint; None for the newest that all islands have.
+        step: of the checkpoints, as each island counts its own; None for the newest that all islands have.
         name: of the branch.
         order: its decay.
         child: its folder, which must not be there.
@@ -92,7 +98,7 @@ def make_branch(
         force: branch off a checkpoint whose decay has begun.
 
     Returns:
-        The branch, and the step it begins from.
+        The branch, and where it begins.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is in a decay and ``force`` is not set.
@@ -114,38 +120,41 @@ def make_branch(
             "Name one of these steps." if common else "The run must have saved one.",
         )
     step = max(common) if step is None else step
-    manifest = stores[min(stores)].manifest(step) or {}
-    schedule = schedule_of(manifest)
-    if schedule is None:
-        raise CheckpointError(f"{parent.path}@{step}", "a checkpoint with a WSD schedule", "one without")
-    _refuse_in_decay(parent, schedule, step, force)
-    decay_of_branch(schedule, step, order)
+    standing = newest(Standing.read(s.folder(step), config) for s in stores.values())
+    schedule, position = standing.plan.schedule, standing.committed
+    _refuse_in_decay(parent, schedule, step, position, force)
+    decay_of_branch(schedule, position, order)
     note = parent.path / "branches" / f"{name}.json"
     if note.exists():
         raise ConfigError("--name", "a name that no branch of the parent has", name, f"See {note}.")
     record = {
         "path": os.path.relpath(parent.path, child.absolute()),
         "step": step,
+        "position": position,
+        "tokens": standing.tokens,
         "config": facts["config_digest"],
         "digests": {str(i): _digests(s.folder(step)) for i, s in stores.items()},
         "order": order.model_dump(mode="json"),
         "name": name,
-        "consumed": consumed(parent, manifest.get("outer_step")),
+        "consumed": consumed(parent, {i: n * config.island_batch for i, n in standing.cursors.items()}),
     }
     run = begin_branch(child, config, record)
     note.parent.mkdir(exist_ok=True)
-    write_json_atomic(note, {"path": os.path.relpath(run.path, parent.path), "step": step})
-    return run, step
+    where = {"path": os.path.relpath(run.path, parent.path), "step": step, "position": position}
+    write_json_atomic(note, where)
+    begins = Parent.of(run)
+    assert begins is not None
+    return run, begins
 
 
-def consumed(run: RunDir, outer_step: int | None = None) -> dict[str, Drawn]:
+def consumed(run: RunDir, until: Mapping[str, int]) -> dict[str, Drawn]:
     """What a run has committed of its corpora, by island; of a branch also what it inherited.
 
     Args:
         run: the run.
-        outer_step: leave out what its own later rounds committed.
+        until: by island, the sample from which on it counts no more.
     """
-    own = {str(i): committed(records, outer_step) for i, records in read_islands(run.path).items()}
+    own = {str(i): committed(records, until.get(str(i), 0)) for i, records in read_islands(run.path).items()}
     before = inherited(run)
     return {i: total([before.get(i, {}), own.get(i, {})]) for i in sorted(before.keys() | own.keys())}
 
@@ -156,8 +165,28 @@ def inherited(run: RunDir) -> dict[str, Drawn]:
     return dict(parent.get("consumed", {})) if parent is not None else {}
 
 
+def own_orders(run: RunDir) -> list[dict[str, Any]]:
+    """The orders that a run has committed; of a branch without those that came with its parent's state.
+
+    Empty for a branch that has not begun its decay.
+    """
+    accepted, parent = ControlFolder(run.path).accepted(), Parent.of(run) if run.run_json.is_file() else None
+    if parent is None:
+        return accepted
+    return list(dropwhile(lambda entry: entry["nonce"] != parent.order.nonce, accepted))
+
+
+def began(run: RunDir) -> int:
+    """Position at which a branch began its decay, or is going to; 0 for any other run."""
+    parent = Parent.of(run)
+    if parent is None:
+        return 0
+    entry = next((e for e in own_orders(run) if e["kind"] == "decay"), None)
+    return parent.position if entry is None else int(entry["step"])
+
+
 def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:
-    """The schedule of a branch: that of its parent up to ``step``, then its own decay.
+    """The schedule of a branch: that of its parent up to position ``step``, then its own decay.
 
     Raises:
         ScheduleError: the decay does not fit; one that is running cannot be replaced even by force.
@@ -169,23 +198,16 @@ def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:
     )
 
 
-def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, force: bool) -> None:
-    if schedule.phase(step) in ("stable", "warmup") or force:
+def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, position: int, force: bool) -> None:
+    if schedule.phase(position) in ("stable", "warmup") or force:
         return
-    begun = max((d.start for d in schedule.decays if d.start <= step), default=step)
+    begun = max((d.start for d in schedule.decays if d.start <= position), default=position)
     raise CheckpointError(
         f"{parent.path}@{step}",
         "a checkpoint of the stable phase",
         f"one whose decay began at step {begun}",
         "A second decay from a lowered rate learns little. Branch off an earlier checkpoint, or add --force.",
     )
-
-
-def schedule_of(manifest: dict[str, Any]) -> Schedule | None:
-    """The schedule that a checkpoint was saved under, with everything that had been decided."""
-    state = manifest.get("schedule", {})
-    found = state.get("schedules") or [state.get("schedule")]
-    return Schedule.from_state(found[0]) if found[0] else None
 
 
 def _digests(checkpoint: Path) -> list[str]:
@@ -222,13 +244,36 @@ def same_but_for_data(parent: RunDir, path: Path) -> Config:
     return config
 
 
-def children(run: RunDir) -> list[tuple[str, int, Path]]:
-    """(name, step, folder) of every branch of a run, by step."""
+@dataclass(frozen=True)
+class Child:
+    """A branch, as its parent knows it.
+
+    Attributes:
+        name: of the branch.
+        step: of the checkpoints that it begins from, as each island counts its own.
+        position: of the schedule there.
+        path: its folder.
+    """
+
+    name: str
+    step: int
+    position: int
+    path: Path
+
+    @property
+    def origin(self) -> str:
+        """Where it begins, in words: ``@60``, or ``@60, step 87`` where islands count steps of their own."""
+        return f"@{self.step}" + (f", step {self.position}" if self.position != self.step else "")
+
+
+def children(run: RunDir) -> list[Child]:
+    """Every branch of a run, by where it begins."""
     found = []
     for note in sorted((run.path / "branches").glob("*.json")):
         entry = json.loads(note.read_text())
-        found.append((note.stem, entry["step"], Path(os.path.normpath(run.path / entry["path"]))))
-    return sorted(found, key=lambda child: (child[1], child[0]))
+        path = Path(os.path.normpath(run.path / entry["path"]))
+        found.append(Child(note.stem, entry["step"], entry.get("position", entry["step"]), path))
+    return sorted(found, key=lambda child: (child.position, child.name))
 
 
 def root_of(run: RunDir) -> RunDir:
@@ -240,4 +285,4 @@ def root_of(run: RunDir) -> RunDir:
 
 def pinned_steps(run_dir: Path) -> set[int]:
     """Steps whose checkpoints branches need."""
-    return {step for _, step, _ in children(RunDir(run_dir))}
+    return {child.step for child in children(RunDir(run_dir))}

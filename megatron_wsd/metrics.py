@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -101,9 +102,14 @@ class Metrics:
     Args:
         path: of the file; made if it is not there. A torn last line of an earlier process is ended.
         monitor: ``engine.monitor``; None without one.
+
+    Attributes:
+        position: tells where the island stands in the schedule, which asynchronous islands do not count by
+            steps of their own. None: the step of each record is that position.
     """
 
     def __init__(self, path: Path | None, monitor: Any = None) -> None:
+        self.position: Callable[[], int] | None = None
         self._file: TextIO | None = None
         self._monitor = monitor if path is not None else None
         if path is None:
@@ -114,19 +120,24 @@ class Metrics:
             self._file.write("\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; ``time`` is added, numbers that are not finite become null."""
+        """Append one record; ``time`` and ``position`` are added, numbers that are not finite become null."""
         if self._file is None:
             return
+        fields = {"step": fields["step"], "position": self.at(fields["step"]), **fields}
         record = {"kind": kind, "time": time.time(), **fields}
         self._file.write(json.dumps(_finite(record)) + "\n")
         if self._monitor is not None and self._monitor.enabled and kind in _MONITORED:
             self._monitor.write_events(scalars(kind, fields))
 
-    def event(self, event: str, step: int, message: str) -> None:
+    def at(self, step: int) -> int:
+        """The position of the schedule at ``step``, an inner step of the island that it has just reached."""
+        return step if self.position is None else self.position()
+
+    def event(self, event: str, step: int, message: str, **fields: Any) -> None:
         """Record something that happened, and say it on the console."""
         if self._file is None:
             return
-        self.write("event", event=event, step=step, message=message)
+        self.write("event", event=event, step=step, message=message, **fields)
         say(message)
 
     def tell(self, text: str) -> None:
@@ -142,7 +153,10 @@ class Metrics:
 
 
 def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """The numbers of a record as (tag, value, inner step), for a monitor.
+    """The numbers of a record as (tag, value, position), for a monitor.
+
+    The position of the schedule is the step of the run, by which islands that count steps of their own can be
+    compared.
 
     ``megatron_wsd/step/loss``, ``megatron_wsd/eval/anchor/CORPUS/loss``; of the islands of a round
     ``megatron_wsd/round/staleness/island_1``.
@@ -153,9 +167,9 @@ def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
         if isinstance(value, dict):
             each = [(f"{name}/island_{key}", inner) for key, inner in value.items()]
         else:
-            each = [(name, value)] if name != "step" else []
+            each = [(name, value)] if name not in ("step", "position") else []
         found += [
-            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["step"]))
+            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["position"]))
             for tag, number in each
             if isinstance(number, (int, float))
         ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from megatron_wsd.config import Config
 from megatron_wsd.diloco.agree import Offer
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.fragments import Fragment
+from megatron_wsd.diloco.progress import progress
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, OuterOptimizer, make_outer
 from megatron_wsd.shards.zero3 import Shards
@@ -137,8 +136,7 @@ class OuterState:
             own: steps besides the committed ones, summed over islands and fragments.
             whole: islands times fragments.
         """
-        spans = {**self.spans, whole: self.spans.get(whole, 0) + own}
-        return math.floor(sum((Fraction(steps, w) for w, steps in spans.items()), Fraction(0)))
+        return progress({**self.spans, whole: self.spans.get(whole, 0) + own})
 
     def cursor(self, island: int) -> int:
         """How far the data of an island are committed, with whatever fragment, in its inner steps."""

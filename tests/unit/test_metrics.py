@@ -103,7 +103,8 @@ def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(tmp_path: P
 
 
 def test_what_is_no_number_is_no_scalar() -> None:
-    fields = {"step": 5, "phase": "stable", "loss": None, "islands": [0], "gates": {"0": None, "1": 0.5}}
+    fields = {"step": 9, "position": 5, "phase": "stable", "loss": None, "islands": [0]}
+    fields["gates"] = {"0": None, "1": 0.5}
     assert scalars("step", fields) == [("megatron_wsd/step/gates/island_1", 0.5, 5)]
 
 

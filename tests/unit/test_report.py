@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_wsd import report
-from megatron_wsd.picture import _smooth, _stretches
+from megatron_wsd.picture import _smooth, stretches
 from megatron_wsd.records import of_kind, phases, read_metrics
 
 
@@ -92,7 +92,7 @@ def test_a_torn_last_line_and_foreign_lines_are_left_out(tmp_path: Path) -> None
 
 
 def test_what_a_resume_says_again_replaces_what_was_said_before(tmp_path: Path) -> None:
-    first = [start(), step(1, 5.0), step(2, 4.0), outer(2, 1, committed=False), outer(2, 1), step(3, 3.0)]
+    first = [start(), step(1, 5.0), step(2, 4.0), outer(2, 0, committed=False), outer(2, 1), step(3, 3.0)]
     again = [start(1), step(2, 4.5), outer(2, 1), event(2, "stop")]
     records = read_metrics(write(tmp_path / "m", first + again))
     assert [(r["step"], r["loss"]) for r in of_kind(records, "step")] == [(1, 5.0), (2, 4.5), (3, 3.0)]
@@ -199,5 +199,5 @@ def test_the_smoothed_curve_keeps_a_straight_line_and_its_ends() -> None:
 
 def test_a_curve_is_cut_where_the_island_was_away() -> None:
     steps = [step(n, 1.0) for n in (5, 10, 15, 40, 45, 50)]
-    assert [[r["step"] for r in part] for part in _stretches(steps)] == [[5, 10, 15], [40, 45, 50]]
-    assert _stretches(steps[:1]) == [steps[:1]]
+    assert [[r["step"] for r in part] for part in stretches(steps)] == [[5, 10, 15], [40, 45, 50]]
+    assert stretches(steps[:1]) == [steps[:1]]

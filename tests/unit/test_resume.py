@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_folders as folders
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -54,26 +55,18 @@ class Job:
         era, islands = len(eras) - 1, eras[-1]["islands"]
         start = starting_point(run.path, island, load_config(run.config_json))
         state = start.sampler or MixSampler(SIZES, MIXES, seed=7, islands=islands).state_dict()
-        folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
-        (folder / "outer").mkdir(parents=True)
-        counters = {"fragments": [{"taken": {str(i): n for i, n in taken.items()}}], "inner_step": step}
-        outer = {
-            "digests": [f"{outer_step}a", f"{outer_step}b"],
-            "counters": counters,
-            "extra": {"position": step},
-        }
-        (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
-        content = {
-            "step": step,
-            "files": {},
-            "outer_step": outer_step,
-            "era": era,
-            "config": eras[-1]["config_digest"],
-            "sampler": {**state, "history": history or state["history"]},
-            "schedule": {"schedules": [Schedule(5).state_dict()]},
-        }
-        (folder / "checkpoint.json").write_text(json.dumps(content))
-        return folder
+        return folders.checkpoint(
+            run,
+            island,
+            step,
+            Schedule(5),
+            outer_step=outer_step,
+            taken=taken,
+            digests=[f"{outer_step}a", f"{outer_step}b"],
+            era=era,
+            config=eras[-1]["config_digest"],
+            sampler={**state, "history": history or state["history"]},
+        )
 
     def change(self, islands: int) -> Change | None:
         """``launch --resume --islands N`` up to where it would start ranks."""
