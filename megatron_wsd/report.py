@@ -177,9 +177,9 @@ def why_other_tokens(summary: dict[str, Any]) -> str:
     if summary["tokens_are"] != "committed" or drawn in (0, summary["tokens"]):
         return ""
     return (
-        f"The table counts what islands have read whose folders are here, {drawn:,} tokens: a sample as soon "
-        f"as one fragment of it is committed. The {summary['tokens']:,} tokens committed are over all "
-        "islands, and the mean of the fragments, by which the schedule goes."
+        f"The table counts a sample once any fragment has taken it in, on the islands whose folders are here: "
+        f"{drawn:,} tokens. The {summary['tokens']:,} committed are the mean of the fragments over all "
+        "islands, by which the schedule goes."
     )
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,20 @@ def test_what_is_no_number_is_no_scalar() -> None:
     fields = {"step": 9, "position": 5, "phase": "stable", "loss": None, "islands": [0]}
     fields["gates"] = {"0": None, "1": 0.5}
     assert scalars("step", fields) == [("megatron_wsd/step/gates/island_1", 0.5, 5)]
+
+
+def test_a_record_has_the_step_of_its_island_and_of_the_run(tmp_path: Path) -> None:
+    sent: list[tuple[str, float, int]] = []
+    monitor: Any = SimpleNamespace(enabled=True, write_events=sent.extend)
+    metrics = Metrics(tmp_path / "m", monitor)
+    metrics.write("step", step=10, loss=2.5)
+    metrics.position = lambda: 4
+    metrics.write("step", step=12, loss=2.25)
+    metrics.write("eval", step=12, position=3, target="anchor", corpus="broad", loss=2.0)
+    metrics.close()
+    records = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [(r["step"], r["position"]) for r in records] == [(10, 10), (12, 4), (12, 3)]
+    assert [x for _, _, x in sent] == [10, 4, 3], "islands of unequal speed are drawn by the step of the run"
 
 
 def test_a_line_carries_island_and_rank(

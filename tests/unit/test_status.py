@@ -265,6 +265,25 @@ def test_a_run_of_which_nothing_is_recorded_yet(tmp_path: Path) -> None:
     assert look(tmp_path, log.stat().st_mtime + 3000)["state"] == "lost"
 
 
+def test_an_island_that_failed_before_its_first_record_says_so_and_where_to_read_on(run: Path) -> None:
+    for island in (0, 1):
+        (run / f"island_{island}" / "metrics.jsonl").unlink()
+    log = run / "island_1" / "log.txt"
+    log.write_text("=== megatron-wsd island 1: now\nmegatron-wsd: error: island 1 rank 0: no such corpus\n")
+    soon = log.stat().st_mtime + 5
+    with held(run / "island_1" / "lock", "island 1"):
+        assert states(look(run, soon))[1] == "starting"
+    found = look(run, soon)
+    assert states(found)[1] == "failed" and found["state"] == "failed"
+    assert f"island 1 failed before its first record; all it said: {log}" in found["waiting_for"]
+    assert "island 1   | no such corpus" in shown(found, 200)
+    # the lock of another machine says nothing about its processes there
+    (run / "island_1" / "lock").write_text("1 another-host")
+    assert states(look(run, soon))[1] == "starting"
+    append(run, 0, start(soon))
+    assert look(run, soon + 1)["state"] == "running"
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RUN: expected a run folder"):
         RunStatus(tmp_path)
