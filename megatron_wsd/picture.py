@@ -181,7 +181,7 @@ def _draw_rounds(axes: Axes, islands: dict[int, list[Record]]) -> None:
             if at:
                 style = _ROUND_STYLES[label]
                 y = [row - 0.3 if label == "healed" else row] * len(at)
-                axes.plot(at, y, linestyle="none", **{"color": colour, **style})
+                axes.plot(at, y, linestyle="none", clip_on=False, **{"color": colour, **style})
                 # the legend is about marks, not islands: grey unless the mark has a colour of its own
                 drawn[label] = Line2D([], [], linestyle="none", **{"color": "#555555", **style})
     axes.set_yticks(range(len(rows)), [f"island {i}" for i in rows])

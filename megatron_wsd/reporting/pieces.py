@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
+_SHORT = 30  # characters of a cell that stays on one line, in a window of any width
 _MOST_ROWS = 200  # of a table: a run that was void for a night makes no page of a night
 
 
@@ -18,8 +20,9 @@ def table(
     def cell(tag: str, i: int, value: Any) -> str:
         text = value if isinstance(value, Html) else escape(str(value))
         scope = ' scope="col"' if tag == "th" else ""
-        right = ' class="n"' if i in numbers else ""
-        return f"<{tag}{scope}{right}>{text}</{tag}>"
+        shown = len(re.sub(r"<[^>]*>", "", text))
+        kind = "n" if i in numbers else "short" if shown <= _SHORT else "long"
+        return f'<{tag}{scope} class="{kind}">{text}</{tag}>'
 
     top = "".join(cell("th", i, name) for i, name in enumerate(head))
     body = "".join(
