@@ -116,7 +116,7 @@ def make_branch(
         raise CheckpointError(
             f"{parent.path}@{step if step is not None else 'newest'}",
             "a checkpoint that all its islands have",
-            f"those of steps {sorted(common)}" if common else "none",
+            f"those of {'own ' if parent.asynchronous else ''}steps {sorted(common)}" if common else "none",
             "Name one of these steps." if common else "The run must have saved one.",
         )
     step = max(common) if step is None else step

@@ -361,7 +361,8 @@ def _waiting(
             if not record.step and record.last.get("kind") == "start":
                 told.append(f"island {number} has started and waits for the other islands or its first step")
             for part in (record.folder / "checkpoints").glob("step_*.part"):
-                told.append(f"island {number} is writing the checkpoint of step {_step_of(part)}")
+                own = "own " if sync.get("mode") == "async" else ""
+                told.append(f"island {number} is writing the checkpoint of {own}step {_step_of(part)}")
     if orders["pending"] is not None and alive:
         told.append(f"the order that waits ({orders['pending']['kind']}) is taken in the next outer round")
     running = [i for i in alive if i["state"] == "running"]
