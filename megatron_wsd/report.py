@@ -177,7 +177,7 @@ def why_other_tokens(summary: dict[str, Any]) -> str:
     if summary["tokens_are"] != "committed" or drawn in (0, summary["tokens"]):
         return ""
     return (
-        f"The table counts a sample once any fragment has taken it in, on the islands whose folders are here: "
+        "The table counts a sample once any fragment has taken it in, on the islands whose folders are here: "
         f"{drawn:,} tokens. The {summary['tokens']:,} committed are the mean of the fragments over all "
         "islands, by which the schedule goes."
     )
