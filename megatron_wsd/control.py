@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,11 +32,11 @@ class Order(BaseModel):
         kind: ``decay`` begins one; ``cancel`` withdraws one that has not begun; ``override`` changes fields
             of the schedule.
         fields: of ``override``: name in scheduler.params to value.
-        length: of the decay, in inner steps.
+        length: of the decay, in inner steps of the run.
         shape: of the decay.
         min_lr_ratio: at its end, of the peak.
         data_mix: of the decay, a name in data.mixes; None: ``decay`` if there is one, else no change.
-        at: inner step at which it begins; None: as soon as all islands have agreed.
+        at: step of the run at which it begins; None: as soon as all islands have agreed.
         then: stop after it, or go back to the stable phase.
         run: id of the run that it was dropped for; None: whichever it is.
         nonce: makes two equal orders different ones.
@@ -85,6 +85,24 @@ def override_order(given: Sequence[str], nonce: str) -> Order:
         except ValueError:
             fields[field] = value
     return Order(kind="override", fields=fields, nonce=nonce)
+
+
+def told(entry: Mapping[str, Any]) -> str:
+    """An order that was committed, in words, without the step at which it was; steps are those of the run.
+
+    Args:
+        entry: the fields of an `Order`, with ``step`` and, if it was refused, ``refused``.
+    """
+    if entry["kind"] == "cancel":
+        what = "the decay that had not begun is withdrawn"
+    elif entry["kind"] == "override":
+        what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
+    else:
+        begins = entry["step"] if entry["at"] is None else entry["at"]
+        what = f"decay of {entry['length']} steps ({entry['shape']}) from step {begins}"
+        what += f", data mix {entry['data_mix']!r}" if entry["data_mix"] else ""
+        what += ", then stable" if entry["then"] == "stable" else ""
+    return f"{what}: refused: {entry['refused']}" if "refused" in entry else what
 
 
 class ControlFolder:

@@ -6,23 +6,23 @@ overridden so far is in it; one of a branch begins where it left its parent.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_wsd.checkpoint.standing import Standing, batch_of, decided, newest
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import ControlFolder
-from megatron_wsd.errors import CheckpointError, ConfigError, ScheduleError
-from megatron_wsd.lineage import Parent, children, decay_of_branch
-from megatron_wsd.records import of_kind, read_islands
+from megatron_wsd.errors import CheckpointError, ConfigError, MegatronWSDError, ScheduleError
+from megatron_wsd.lineage import Parent, began, children, decay_of_branch, own_orders
+from megatron_wsd.records import Record, begun_at, of_kind, phases, position, read_islands
 from megatron_wsd.rundir import RunDir
 from megatron_wsd.schedule import Batch, Length, Phase, Schedule, Unit
-from megatron_wsd.schedule.front import in_own_units
-from megatron_wsd.schedule.params import batch_from_params
 from megatron_wsd.schedule.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _POINTS = 1000  # of a curve: more than a picture has pixels for
 _BARE_UPDATES = 1000  # how far to look where nothing at all is planned
@@ -108,13 +108,7 @@ def of_config(config: Config, name: str) -> Curve:
     if config.schedule is None:
         given = config.deepspeed.get("scheduler")
         raise ConfigError("scheduler.type", '"WSD"', given, "Only a WSD schedule can be told in advance.")
-    if config.model is not None:
-        batch = Batch(config.island_batch * (config.islands.count or 1), config.model.seq_length)
-    else:  # a script of the user's own may say in the params what the model would
-        batch = batch_from_params(config.deepspeed["scheduler"]["params"])
-        if batch.samples_per_step is None:
-            batch = replace(batch, samples_per_step=config.island_batch * (config.islands.count or 1))
-    return Curve(name, config.schedule, _peak(config), batch)
+    return Curve(name, config.schedule, _peak(config), batch_of(config))
 
 
 def of_run(run: RunDir) -> tuple[list[Curve], list[str]]:
@@ -127,73 +121,80 @@ def of_run(run: RunDir) -> tuple[list[Curve], list[str]]:
     Raises:
         ConfigError: the run's scheduler is no WSD.
     """
-    curves, notes = [_of_run(run, run.path.name)], []
+    curves, notes = [of_one(run, run.path.name)], []
 
     def grow(parent: RunDir, prefix: str) -> None:
-        for short, step, path in children(parent):
-            child, name = RunDir(path), prefix + short
+        for branch in children(parent):
+            child, name = RunDir(branch.path), prefix + branch.name
             if not child.run_json.is_file():
-                notes.append(f"branch {name} @{step}: {path} is gone")
+                notes.append(f"branch {name} @{branch.position}: {child.path} is gone")
                 continue
             try:
-                curve = _of_run(child, name)
+                curve = of_one(child, name)
             except CheckpointError as e:
-                notes.append(f"branch {name} @{step}: {e}")
+                notes.append(f"branch {name} @{branch.position}: {e}")
                 continue
-            curves.append(replace(curve, begin=step))
+            curves.append(replace(curve, begin=began(child)))
             grow(child, f"{name}/")
 
     grow(run, "")
     return curves, notes
 
 
-def _of_run(run: RunDir, name: str) -> Curve:
-    """A run's curve from position 0, with what came before it if it is a branch."""
+def of_one(run: RunDir, name: str) -> Curve:
+    """A run's curve from position 0, with what came before it if it is a branch.
+
+    Raises:
+        ConfigError: the run's scheduler is no WSD.
+        CheckpointError: it is a branch that has saved nothing yet, and its parent's checkpoint is gone.
+    """
     config = load_config(run.config_json)
     curve = of_config(config, name)
-    manifest, parent = _newest(run), Parent.of(run)
-    stands: int | None = None
-    if manifest is not None:
-        plan, saved_at = Plan.from_state(manifest["schedule"])
-        stands = saved_at
-    elif parent is not None:
-        plan, saved_at = Plan.from_state(parent.leader()["schedule"])
-        plan = Plan((decay_of_branch(plan.schedule, parent.step, parent.order),), plan.peaks[:1])
+    saved, parent = _newest(run, config), Parent.of(run)
+    stands = None if saved is None else saved.position
+    if saved is None and parent is not None:
+        saved = newest(Standing.read(parent.checkpoint(int(i)), config) for i in parent.digests)
+    if saved is None:
+        plan, known = Plan((curve.schedule,), (curve.peak,)), frozenset[int]()
     else:
-        plan, saved_at = Plan((curve.schedule,), (curve.peak,)), -1
+        plan, known = saved.plan, saved.orders
     if plan.schedule.unit == "steps":  # as are orders and metrics
-        plan = _decided_since(plan, saved_at, ControlFolder(run.path).accepted(), curve.batch)
+        if parent is not None and saved is not None and stands is None and not own_orders(run):
+            plan = Plan((decay_of_branch(plan.schedule, parent.position, parent.order),), plan.peaks[:1])
+        since = [order for order in ControlFolder(run.path).accepted() if order["number"] not in known]
+        plan = decided(plan, since, curve.batch)
         records = [r for island in read_islands(run.path).values() for r in of_kind(island, "step")]
-        stands = max((r["step"] for r in records), default=stands)
+        stands = max(map(position, records), default=stands)
     return replace(curve, schedule=plan.schedule, peak=plan.peaks[0], position=stands)
 
 
-def _newest(run: RunDir) -> dict[str, Any] | None:
-    """Manifest of the newest complete checkpoint of any island."""
-    found: dict[str, Any] | None = None
+def passed(run: RunDir, islands: Mapping[int, list[Record]]) -> list[tuple[str, int, int]]:
+    """The phases that a run has passed, as (name, first position, last position).
+
+    A synchronous island has a record of the last step of every phase. The position of asynchronous ones
+    passes it by what others have committed, so there the schedule is asked, if the folder tells it.
+
+    Args:
+        run: the run.
+        islands: the records of each island.
+    """
+    each = [of_kind(records, "step") for records in islands.values()]
+    longest = max(each, key=len, default=[])
+    if longest and run.asynchronous and run.run_json.is_file():
+        with suppress(MegatronWSDError):
+            reached = max(position(r) for steps in each for r in steps)
+            spans = replace(of_one(run, run.path.name), begin=began(run)).spans(reached)
+            return [(name, left + 1, right or reached) for name, left, right in spans if name != "done"]
+    return phases(longest, begun_at([r for records in islands.values() for r in records]))
+
+
+def _newest(run: RunDir, config: Config) -> Standing | None:
+    """The newest complete checkpoint of any island; None if there is none."""
+    found = []
     for root in sorted(run.path.glob("island_*/checkpoints")):
         store = CheckpointStore(root, 2)
-        steps = store.steps()
-        manifest = store.manifest(steps[-1]) if steps else None
-        if manifest is not None and (found is None or manifest["step"] > found["step"]):
-            found = manifest
-    return found
-
-
-def _decided_since(plan: Plan, saved_at: int, orders: Sequence[dict[str, Any]], batch: Batch) -> Plan:
-    """The plan with the orders that the islands committed after it was saved."""
-    for entry in orders:
-        step = entry["step"]
-        if step <= saved_at or "refused" in entry:
-            continue
-        if entry["kind"] == "cancel":
-            plan = plan.cancel_decay(step)
-        elif entry["kind"] == "override":
-            plan = plan.override(step, in_own_units(entry["fields"], batch, plan.schedule.unit))[0]
-        else:
-            decay = {key: entry[key] for key in ("shape", "min_lr_ratio", "then")}
-            plan = plan.begin_decay(step, entry["length"], start=entry["at"], **decay)
-    return plan
+        found += [Standing.read(store.folder(step), config) for step in store.steps()[-1:]]
+    return newest(found) if found else None
 
 
 def _peak(config: Config) -> float:

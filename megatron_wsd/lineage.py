@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from megatron_wsd.checkpoint.branch_point import BranchPoint, branch_point, saved_by_island
-from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
+from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
-from megatron_wsd.control import Order
+from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.data.consumption import Drawn, committed, total
 from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError, ConfigError
@@ -32,16 +34,16 @@ class Parent:
 
     Attributes:
         path: folder of the parent, absolute.
-        step: position of the schedule at which the branch began, in inner steps of the run.
+        position: of the schedule at which the branch begins, in inner steps of the run.
         config: config digest of the parent.
-        steps: by island, the step of its checkpoint there; all are ``step`` in synchronous mode.
+        steps: by island, the step of its checkpoint there; all are ``position`` in synchronous mode.
         cursors: by island, up to where the parent has consumed its samples, in its inner steps.
         digests: by island, the digests of the ranks' outer state in its checkpoint.
         order: the decay of the branch.
     """
 
     path: Path
-    step: int
+    position: int
     config: str
     steps: dict[str, int]
     cursors: dict[str, int]
@@ -56,7 +58,7 @@ class Parent:
             return None
         path = Path(os.path.normpath(run.path / facts["path"]))
         order = Order.model_validate(facts["order"])
-        own = {name: facts[name] for name in ("step", "config", "steps", "cursors", "digests")}
+        own = {name: facts[name] for name in ("position", "config", "steps", "cursors", "digests")}
         return cls(path=path, order=order, **own)
 
     def checkpoint(self, island: int) -> Path:
@@ -84,16 +86,6 @@ class Parent:
             )
         return folder
 
-    def leader(self) -> dict[str, Any]:
-        """The manifest of the checkpoint with the newest outer state.
-
-        Raises:
-            CheckpointError: one of them is gone, or no longer what it was.
-        """
-        folders = [self.checkpoint(int(island)) for island in sorted(self.steps, key=int)]
-        manifests: list[dict[str, Any]] = [json.loads((f / MANIFEST).read_text()) for f in folders]
-        return max(manifests, key=lambda m: int(m.get("outer_step", 0)))
-
 
 def make_branch(
     parent: RunDir, at: int | None, name: str, order: Order, child: Path, config: Config, *, force: bool
@@ -117,12 +109,8 @@ def make_branch(
         CheckpointError: there is no such checkpoint, or it is in a decay and ``force`` is not set.
         ConfigError: ``child`` is there already, or the parent has a branch of that name.
     """
-    point = branch_point(parent, at, lockstep=config.sync.mode == "sync")
-    schedule = schedule_of(point.leader.manifest)
-    if schedule is None:
-        raise CheckpointError(
-            f"{parent.path}@{point.position}", "a checkpoint with a WSD schedule", "one without"
-        )
+    point = branch_point(parent, at, config)
+    schedule = point.leader.plan.schedule
     _refuse_in_decay(parent, schedule, point.saved_at, force)
     decay_of_branch(schedule, point.position, order)
     note = parent.path / "branches" / f"{name}.json"
@@ -131,11 +119,12 @@ def make_branch(
     steps = {str(i): saved.step for i, saved in point.saved.items()}
     record = {
         "path": os.path.relpath(parent.path, child.absolute()),
-        "step": point.position,
+        "position": point.position,
+        "tokens": point.leader.tokens,
         "config": parent.facts()["config_digest"],
         "steps": steps,
         "cursors": {str(i): point.cursor(i) for i in point.saved},
-        "digests": {str(i): saved.outer["digests"] for i, saved in point.saved.items()},
+        "digests": {str(i): saved.digests for i, saved in point.saved.items()},
         "order": order.model_dump(mode="json"),
         "name": name,
         "consumed": _consumed_at(parent, point, config),
@@ -143,26 +132,26 @@ def make_branch(
     run = begin_branch(child, config, record)
     note.parent.mkdir(exist_ok=True)
     path = os.path.relpath(run.path, parent.path)
-    write_json_atomic(note, {"path": path, "step": point.position, "steps": steps})
+    write_json_atomic(note, {"path": path, "position": point.position, "steps": steps})
     return run, point
 
 
-def consumed(run: RunDir, outer_step: int | None = None) -> dict[str, Drawn]:
+def consumed(run: RunDir, until: Mapping[str, int]) -> dict[str, Drawn]:
     """What a run has committed of its corpora, by island; of a branch also what it inherited.
 
     Args:
         run: the run.
-        outer_step: leave out what its own later rounds committed.
+        until: by island, the sample from which on it counts no more.
     """
-    own = {str(i): committed(records, outer_step) for i, records in read_islands(run.path).items()}
+    own = {str(i): committed(records, until.get(str(i), 0)) for i, records in read_islands(run.path).items()}
     before = inherited(run)
     return {i: total([before.get(i, {}), own.get(i, {})]) for i in sorted(before.keys() | own.keys())}
 
 
 def _consumed_at(run: RunDir, point: BranchPoint, config: Config) -> dict[str, Drawn]:
     """What a run had committed of its corpora in the outer state from which a branch begins, by island."""
-    drawn = consumed(run, point.leader.outer_step)
-    if config.sync.mode == "sync":
+    drawn = consumed(run, {str(i): point.cursor(i) * config.island_batch for i in point.saved})
+    if not run.asynchronous:
         return drawn
     # There the newest state may know of contributions of which their own island has not told yet.
     before = inherited(run)
@@ -179,8 +168,28 @@ def inherited(run: RunDir) -> dict[str, Drawn]:
     return dict(parent.get("consumed", {})) if parent is not None else {}
 
 
+def own_orders(run: RunDir) -> list[dict[str, Any]]:
+    """The orders that a run has committed; of a branch without those that came with its parent's state.
+
+    Empty for a branch that has not begun its decay.
+    """
+    accepted, parent = ControlFolder(run.path).accepted(), Parent.of(run) if run.run_json.is_file() else None
+    if parent is None:
+        return accepted
+    return list(dropwhile(lambda entry: entry["nonce"] != parent.order.nonce, accepted))
+
+
+def began(run: RunDir) -> int:
+    """Position at which a branch began its decay, or is going to; 0 for any other run."""
+    parent = Parent.of(run)
+    if parent is None:
+        return 0
+    entry = next((e for e in own_orders(run) if e["kind"] == "decay"), None)
+    return parent.position if entry is None else int(entry["step"])
+
+
 def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:
-    """The schedule of a branch: that of its parent up to ``step``, then its own decay.
+    """The schedule of a branch: that of its parent up to position ``step``, then its own decay.
 
     Raises:
         ScheduleError: the decay does not fit; one that is running cannot be replaced even by force.
@@ -194,15 +203,13 @@ def decay_of_branch(schedule: Schedule, step: int, order: Order) -> Schedule:
 
 def newest_stable(run: RunDir, config: Config) -> int | None:
     """The newest position of a run off which a branch can be made; None if there is none."""
-    lockstep = config.sync.mode == "sync"
-    saved = saved_by_island(run, lockstep=lockstep)
+    saved = saved_by_island(run, config)
     for at in sorted({s.position for each in saved.values() for s in each}, reverse=True):
         try:
-            point = branch_point(run, at, lockstep=lockstep)
+            point = branch_point(run, at, config)
         except CheckpointError:
             continue
-        schedule = schedule_of(point.leader.manifest)
-        if schedule is not None and _before_decay(schedule, point.saved_at):
+        if _before_decay(point.leader.plan.schedule, point.saved_at):
             return at
     return None
 
@@ -221,13 +228,6 @@ def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, force: bool)
         f"one whose decay began at step {begun}",
         "A second decay from a lowered rate learns little. Branch off an earlier checkpoint, or add --force.",
     )
-
-
-def schedule_of(manifest: dict[str, Any]) -> Schedule | None:
-    """The schedule that a checkpoint was saved under, with everything that had been decided."""
-    state = manifest.get("schedule", {})
-    found = state.get("schedules") or [state.get("schedule")]
-    return Schedule.from_state(found[0]) if found[0] else None
 
 
 def _digests(checkpoint: Path) -> list[str]:
@@ -264,13 +264,31 @@ def same_but_for_data(parent: RunDir, path: Path) -> Config:
     return config
 
 
-def children(run: RunDir) -> list[tuple[str, int, Path]]:
-    """(name, step, folder) of every branch of a run, by step."""
+@dataclass(frozen=True)
+class Child:
+    """A branch, as its parent knows it.
+
+    Attributes:
+        name: of the branch.
+        position: of the schedule at which it begins.
+        steps: by island, the step of the checkpoint that it begins from.
+        path: its folder.
+    """
+
+    name: str
+    position: int
+    steps: dict[str, int]
+    path: Path
+
+
+def children(run: RunDir) -> list[Child]:
+    """Every branch of a run, by where it begins."""
     found = []
     for note in sorted((run.path / "branches").glob("*.json")):
         entry = json.loads(note.read_text())
-        found.append((note.stem, entry["step"], Path(os.path.normpath(run.path / entry["path"]))))
-    return sorted(found, key=lambda child: (child[1], child[0]))
+        path = Path(os.path.normpath(run.path / entry["path"]))
+        found.append(Child(note.stem, entry["position"], entry["steps"], path))
+    return sorted(found, key=lambda child: (child.position, child.name))
 
 
 def root_of(run: RunDir) -> RunDir:
@@ -282,5 +300,4 @@ def root_of(run: RunDir) -> RunDir:
 
 def pinned_steps(run: RunDir, island: int) -> set[int]:
     """Steps of an island whose checkpoints branches need."""
-    notes = [json.loads(note.read_text()) for note in (run.path / "branches").glob("*.json")]
-    return {note["steps"][str(island)] for note in notes if str(island) in note["steps"]}
+    return {child.steps[str(island)] for child in children(run) if str(island) in child.steps}

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,9 +79,14 @@ class Metrics:
     Args:
         path: of the file; made if it is not there. A torn last line of an earlier process is ended.
         monitors: that are told the numbers; None without any.
+
+    Attributes:
+        position: tells where the island stands in the schedule, which asynchronous islands do not count by
+            steps of their own. None: the step of each record is that position.
     """
 
     def __init__(self, path: Path | None, monitors: Monitors | None = None) -> None:
+        self.position: Callable[[], int] | None = None
         self._file: TextIO | None = None
         self._monitors = monitors if path is not None else None
         if path is None:
@@ -91,19 +97,24 @@ class Metrics:
             self._file.write("\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; ``time`` is added, numbers that are not finite become null."""
+        """Append one record; ``time`` and ``position`` are added, numbers that are not finite become null."""
         if self._file is None:
             return
+        fields = {"step": fields["step"], "position": self.at(fields["step"]), **fields}
         record = {"kind": kind, "time": time.time(), **fields}
         self._file.write(json.dumps(_finite(record)) + "\n")
         if self._monitors is not None:
             self._monitors.tell(kind, fields)
 
-    def event(self, event: str, step: int, message: str) -> None:
+    def at(self, step: int) -> int:
+        """The position of the schedule at ``step``, an inner step of the island that it has just reached."""
+        return step if self.position is None else self.position()
+
+    def event(self, event: str, step: int, message: str, **fields: Any) -> None:
         """Record something that happened, and say it on the console."""
         if self._file is None:
             return
-        self.write("event", event=event, step=step, message=message)
+        self.write("event", event=event, step=step, message=message, **fields)
         say(message)
 
     def tell(self, text: str) -> None:

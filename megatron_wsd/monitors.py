@@ -59,10 +59,10 @@ class Monitors:
         self._batch, self._samples = batch, 0
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Write the numbers of one record, by inner step.
+        """Write the numbers of one record, by step of the run.
 
         W&B has one step for everything in a run, drops what comes with a smaller one than before, and gets
-        DeepSpeed's own numbers by samples: so it is told the samples as the step, and the inner step beside.
+        DeepSpeed's own numbers by samples: so its step is samples, and the counts of steps stand beside.
         """
         if kind not in _MONITORED:
             return
@@ -70,9 +70,12 @@ class Monitors:
         for monitor in self._each:
             monitor.write_events(events)
         if self._wandb is not None:
-            step = int(fields["step"])
+            step, position = int(fields["step"]), int(fields["position"])
             self._samples = max(self._samples, step * self._batch)
-            events = [*events, ("megatron_wsd/inner_step", float(step), step)]
+            events += [
+                (f"megatron_wsd/{name}", float(n), n)
+                for name, n in (("inner_step", step), ("position", position))
+            ]
             self._wandb.write_events([(tag, number, self._samples) for tag, number, _ in events])
 
 
@@ -96,7 +99,10 @@ def finish_monitors(status: int, timeout_s: float = 60.0) -> None:
 
 
 def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """The numbers of a record as (tag, value, inner step), for a monitor.
+    """The numbers of a record as (tag, value, position), for a monitor.
+
+    The position of the schedule is the step of the run, by which islands that count steps of their own can be
+    compared.
 
     ``megatron_wsd/step/loss``, ``megatron_wsd/eval/anchor/CORPUS/loss``; of the islands of a round
     ``megatron_wsd/round/staleness/island_1``.
@@ -107,9 +113,9 @@ def scalars(kind: str, fields: dict[str, Any]) -> list[tuple[str, float, int]]:
         if isinstance(value, dict):
             each = [(f"{name}/island_{key}", inner) for key, inner in value.items()]
         else:
-            each = [(name, value)] if name != "step" else []
+            each = [(name, value)] if name not in ("step", "position") else []
         found += [
-            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["step"]))
+            (f"megatron_wsd/{kind}/{label}{tag}", float(number), int(fields["position"]))
             for tag, number in each
             if isinstance(number, (int, float))
         ]

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wsd.records import Record, is_void, of_kind, phases, read_islands
+from megatron_wsd.curves import passed
+from megatron_wsd.records import Record, anchors, is_void, of_kind, position, read_islands
+from megatron_wsd.rundir import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,13 +36,16 @@ def draw(run_dir: str | Path, out_png: str | Path) -> None:
     figure = Figure(figsize=(10, 9), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot no display is looked for and nothing is kept open
     loss, rate, rounds = figure.subplots(3, 1, sharex=True, height_ratios=(3.2, 1.5, 1.5))
-    last = max((r["step"] for records in islands.values() for r in records if "step" in r), default=1)
-    loss.set_xlim(0, max(1, last) * 1.01)
+    last = max((position(r) for records in islands.values() for r in records if "step" in r), default=1)
+    run = RunDir(Path(run_dir))
+    spans = passed(run, islands)
+    begun = spans[0][1] - 1 if spans else 0  # where a branch left its parent
+    loss.set_xlim(begun, max(1, last) + 0.01 * max(1, last - begun))
     figure.suptitle(_title(Path(run_dir), islands), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    _draw_loss(loss, islands)
-    _draw_rate(rate, islands)
+    _draw_loss(loss, islands, run.asynchronous)
+    _draw_rate(rate, islands, spans)
     _draw_rounds(rounds, islands)
-    rounds.set_xlabel("inner step")
+    rounds.set_xlabel("inner step of the run")
     for axes in (loss, rate, rounds):
         axes.spines[["top", "right"]].set_visible(False)
     temporary = Path(out_png).with_suffix(".tmp.png")
@@ -69,34 +74,50 @@ def _number(loss: float | None) -> float:
     return math.nan if loss is None else loss
 
 
-def _stretches(steps: list[Record]) -> list[list[Record]]:
-    """The steps cut where the island was away: where a gap is more than three usual ones."""
-    gaps = sorted(b["step"] - a["step"] for a, b in pairwise(steps))
-    usual = gaps[len(gaps) // 2] if gaps else 1
-    cuts = [i for i, (a, b) in enumerate(pairwise(steps), 1) if b["step"] - a["step"] > 3 * usual]
+def stretches(steps: list[Record], starts: Sequence[float] | None = None) -> list[list[Record]]:
+    """The steps cut where the island was away: where a gap is more than three usual ones.
+
+    Args:
+        steps: of one island.
+        starts: of an asynchronous island, when it was started, in Unix seconds: only there it was away, since
+            the position of one that is slow jumps by what the others commit.
+    """
+    if starts is not None:
+        cuts = [
+            i
+            for i, (a, b) in enumerate(pairwise(steps), 1)
+            if any(a["time"] < t <= b["time"] for t in starts)
+        ]
+        return [steps[a:b] for a, b in pairwise([0, *cuts, len(steps)])]
+    gaps = [position(b) - position(a) for a, b in pairwise(steps)]
+    usual = sorted(gaps)[len(gaps) // 2] if gaps else 1
+    cuts = [i for i, gap in enumerate(gaps, 1) if gap > 3 * usual]
     return [steps[a:b] for a, b in pairwise([0, *cuts, len(steps)])]
 
 
-def _draw_loss(axes: Axes, islands: dict[int, list[Record]]) -> None:
+def start_times(records: list[Record], asynchronous: bool) -> list[float] | None:
+    """What `stretches` wants to know of the starts of an island."""
+    return [r["time"] for r in records if r["kind"] == "start"] if asynchronous else None
+
+
+def _draw_loss(axes: Axes, islands: dict[int, list[Record]], asynchronous: bool) -> None:
     entropy: dict[str, float] = {}
-    evals: dict[tuple[int, str], float] = {}  # (step, corpus): every island validates the same anchor
     for island, records in islands.items():
         steps = of_kind(records, "step")
         window = max(3, len(steps) // 20)
         label: str | None = f"island {island}, training"
-        for part in _stretches(steps):
-            x, y = [r["step"] for r in part], [_number(r["loss"]) for r in part]
+        for part in stretches(steps, start_times(records, asynchronous)):
+            x, y = [position(r) for r in part], [_number(r["loss"]) for r in part]
             axes.plot(x, y, color=_colour(island), alpha=0.35, linewidth=0.8)
             axes.plot(x, _smooth(y, window), color=_colour(island), linewidth=1.6, label=label)
             label = None
         for record in records:
             if record["kind"] == "start":
                 entropy |= record.get("unigram_entropy") or {}
-            elif record["kind"] == "eval" and record["target"] == "anchor":
-                evals[record["step"], record["corpus"]] = _number(record["loss"])
-    for i, corpus in enumerate(sorted({corpus for _, corpus in evals} | entropy.keys())):
+    evals = anchors([r for records in islands.values() for r in records])
+    for i, corpus in enumerate(sorted(evals.keys() | entropy.keys())):
         colour, marker = _CORPUS_COLOURS[i % 6], _CORPUS_MARKERS[i % 6]
-        points = sorted((step, loss) for (step, name), loss in evals.items() if name == corpus)
+        points = [(position(r), _number(r["loss"])) for r in evals.get(corpus, [])]
         if points:
             axes.plot(
                 *zip(*points, strict=True),
@@ -116,21 +137,21 @@ def _draw_loss(axes: Axes, islands: dict[int, list[Record]]) -> None:
         axes.legend(fontsize=8, loc="upper right", framealpha=0.9)
 
 
-def _draw_rate(axes: Axes, islands: dict[int, list[Record]]) -> None:
+def _draw_rate(axes: Axes, islands: dict[int, list[Record]], spans: list[tuple[str, int, int]]) -> None:
     each = [of_kind(records, "step") for records in islands.values()]
     steps = max(each, key=len, default=[])
     axes.set_ylabel("learning rate")
     if not steps:
         return
-    x, y = [r["step"] for r in steps], [r["lr"] for r in steps]
+    x, y = [position(r) for r in steps], [r["lr"] for r in steps]
     axes.plot(x, y, color="#333333", linewidth=1.6)
     top = max(y) or 1.0
     axes.set_ylim(0, top * 1.3)  # room for the names of the phases
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    spans = phases(steps)
-    edges = [0] + [last for _, _, last in spans]
-    width = axes.get_xlim()[1]
-    for (name, _, _), left, right in zip(spans, edges, edges[1:], strict=False):
+    begin, end = axes.get_xlim()
+    width = end - begin
+    for name, first, right in spans:
+        left = first - 1
         axes.axvspan(left, right, color=_PHASE_SHADES.get(name, "#f0f0f0"), linewidth=0, zorder=0)
         if right - left > 0.012 * len(name) * width:
             axes.text((left + right) / 2, top * 1.15, name, ha="center", va="center", fontsize=9)
@@ -147,10 +168,10 @@ def _draw_rounds(axes: Axes, islands: dict[int, list[Record]]) -> None:
     drawn: dict[str, Any] = {}
     for island, rounds in per_island.items():
         row, colour = rows[island], _colour(island)
-        full = [r["step"] for r in rounds if r["committed"] and island in r["contributors"]]
-        without = [r["step"] for r in rounds if r["committed"] and island not in r["contributors"]]
-        void = [r["step"] for r in rounds if is_void(r)]
-        healed = [r["step"] for r in islands[island] if r["kind"] == "event" and r["event"] == "heal"]
+        full = [position(r) for r in rounds if r["committed"] and island in r["contributors"]]
+        without = [position(r) for r in rounds if r["committed"] and island not in r["contributors"]]
+        void = [position(r) for r in rounds if is_void(r)]
+        healed = [position(r) for r in islands[island] if r["kind"] == "event" and r["event"] == "heal"]
         for label, at in (
             ("committed", full),
             ("committed without a contribution", without),
@@ -160,7 +181,7 @@ def _draw_rounds(axes: Axes, islands: dict[int, list[Record]]) -> None:
             if at:
                 style = _ROUND_STYLES[label]
                 y = [row - 0.3 if label == "healed" else row] * len(at)
-                axes.plot(at, y, linestyle="none", **{"color": colour, **style})
+                axes.plot(at, y, linestyle="none", clip_on=False, **{"color": colour, **style})
                 # the legend is about marks, not islands: grey unless the mark has a colour of its own
                 drawn[label] = Line2D([], [], linestyle="none", **{"color": "#555555", **style})
     axes.set_yticks(range(len(rows)), [f"island {i}" for i in rows])
@@ -184,9 +205,9 @@ def _draw_rounds(axes: Axes, islands: dict[int, list[Record]]) -> None:
 
 
 def _draw_bytes(axes: Axes, per_island: dict[int, list[Record]]) -> None:
-    total, x, y = 0.0, [0], [0.0]
+    total, x, y = 0.0, [axes.get_xlim()[0]], [0.0]
     for step, count in sorted(
-        (r["step"], r.get("island_bytes", 0)) for rounds in per_island.values() for r in rounds
+        (position(r), r.get("island_bytes", 0)) for rounds in per_island.values() for r in rounds
     ):
         total += count
         x.append(step)

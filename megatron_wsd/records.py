@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
 
-_KEYS = ("step", "target", "corpus", "fragment")
+_KEYS = ("target", "corpus", "fragment")
 
 
 def read_metrics(path: str | Path) -> list[Record]:
     """All records of a file that still hold, in the order they were written; [] if there is no file.
 
     A run that was killed leaves a torn last line, and one that resumes does some steps again. Lines that
-    cannot be read are left out. What was said again after a later ``start`` record (the same kind, step,
-    target, corpus and fragment) replaces what was said before it; within one start everything is kept, so
-    a round that is void at a step and commits at the next try counts as both. Events are always kept. A
-    loss that was not finite is None.
+    cannot be read are left out. What was said again after a later ``start`` record (the same kind, step or
+    round, target, corpus and fragment) replaces what was said before it; within one start everything is kept,
+    so a round that is void and commits at the next try counts as both. Events are always kept. A loss that
+    was not finite is None.
     """
     file = Path(path)
     if not file.exists():
@@ -32,10 +33,20 @@ def read_metrics(path: str | Path) -> list[Record]:
         if record is None:
             continue
         begun += record["kind"] == "start"
-        key = (record["kind"], *(record.get(k) for k in _KEYS))
+        key = (record["kind"], _which(record), *(record.get(k) for k in _KEYS))
         newest[key] = begun
         found.append((begun, key, record))
     return [r for start, key, r in found if r["kind"] in ("start", "event") or newest[key] == start]
+
+
+def _which(record: Record) -> int | None:
+    """What a record is about: a step of its island, or a round.
+
+    An asynchronous island that is restarted does steps again, but no round.
+    """
+    if record["kind"] == "round":
+        return int(record["outer_step"]) + (not record["committed"])
+    return record.get("step")
 
 
 def parse_record(line: str | bytes) -> Record | None:
@@ -70,6 +81,30 @@ class Follow:
         return [record for line in whole.splitlines() if (record := parse_record(line)) is not None]
 
 
+def running(run_dir: str | Path) -> list[tuple[float, float]]:
+    """When any island of a run was up: (begin, end) in Unix seconds, apart from each other and ascending.
+
+    An island is up from the first record of each start to the last one before the next start; nobody can tell
+    when a killed one ended.
+    """
+    each: list[tuple[float, float]] = []
+    for folder in island_folders(run_dir).values():
+        fresh = True
+        for record in Follow(folder / "metrics.jsonl").poll():
+            fresh = fresh or record["kind"] == "start"
+            if "time" in record:
+                begin = record["time"] if fresh else each.pop()[0]
+                each.append((begin, record["time"]))
+                fresh = False
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(each):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
 def island_folders(run_dir: str | Path) -> dict[int, Path]:
     """The folders of the islands of a run that are on this disk, by island number."""
     numbered = {
@@ -91,6 +126,29 @@ def of_kind(records: list[Record], kind: str) -> list[Record]:
     return sorted((r for r in records if r["kind"] == kind), key=lambda r: r["step"])
 
 
+def position(record: Record) -> int:
+    """Where the island stood in the schedule, in inner steps of the run.
+
+    In synchronous mode, and in records that do not tell it, that is the step of the island.
+    """
+    return int(record["position"] if "position" in record else record["step"])
+
+
+def anchors(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The validations of the anchor of each corpus, by round; what several islands found of one is one.
+
+    Args:
+        records: of any islands.
+    """
+    found: dict[str, dict[int, Record]] = {}
+    for record in records:
+        if record["kind"] == "eval" and record["target"] == "anchor":
+            # records without a round have the step, at which synchronous islands stand together
+            which = record["outer_step"] if "outer_step" in record else record["step"]
+            found.setdefault(record["corpus"], {}).setdefault(which, record)
+    return {corpus: [each[k] for k in sorted(each)] for corpus, each in sorted(found.items())}
+
+
 def is_void(record: Record) -> bool:
     """Whether a ``round`` record tells of a failure.
 
@@ -100,23 +158,24 @@ def is_void(record: Record) -> bool:
 
 
 def begun_at(records: list[Record]) -> int:
-    """Inner steps at which a run began: 0, but for a branch."""
+    """Position at which a run began: 0, but for a branch."""
     # An island that joins a branch later starts from nothing; island 0 has been there from the beginning.
-    return next((r["step"] for r in records if r["kind"] == "start"), 0)
+    return next((position(r) for r in records if r["kind"] == "start"), 0)
 
 
 def phases(steps: list[Record], begun: int = 0) -> list[tuple[str, int, int]]:
-    """The phases of the schedule that ``step`` records pass, as (name, first step, last step).
+    """The phases of the schedule that ``step`` records pass, as (name, first position, last position).
 
-    The trainer logs the last step of every phase, whatever the interval.
+    The trainer logs the last step of every phase, whatever the interval. The position of an asynchronous
+    island passes the end of a phase by what the others have committed meanwhile.
 
     Args:
         steps: the records, by step.
-        begun: inner steps at which the run began; more than 0 for a branch.
+        begun: position at which the run began; more than 0 for a branch.
     """
     spans: list[tuple[str, int, int]] = []
     for record in steps:
-        name, step = record["phase"], record["step"]
+        name, step = record["phase"], position(record)
         if spans and spans[-1][0] == name:
             spans[-1] = (name, spans[-1][1], step)
         else:

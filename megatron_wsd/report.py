@@ -8,10 +8,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wsd.curves import passed
 from megatron_wsd.data_report import consumption, print_consumption
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.picture import draw
-from megatron_wsd.records import Record, begun_at, is_void, of_kind, phases, read_islands, read_metrics
+from megatron_wsd.records import (
+    Record,
+    anchors,
+    is_void,
+    of_kind,
+    position,
+    read_islands,
+    read_metrics,
+    running,
+)
+from megatron_wsd.rundir import RunDir
 
 __all__ = ["draw", "has_steps", "print_summary", "read_metrics", "summarise", "write"]
 
@@ -42,24 +53,37 @@ def write(run_dir: str | Path, console: Console | None = None) -> dict[str, Any]
 
 
 def summarise(run_dir: str | Path) -> dict[str, Any]:
-    """The run in numbers: losses in nats a token, times in seconds, bytes summed over ranks and islands."""
+    """The run in numbers: losses in nats a token, times in seconds, bytes summed over ranks and islands.
+
+    ``tokens`` are those that rounds have committed, over all islands, of a branch with what it inherited; of
+    fragments the mean, by which the schedule goes. Before the first round, and where rounds do not tell it,
+    they are those that were logged, local progress included; ``tokens_are`` says which. Phases are in steps
+    of the run.
+    """
     folder = Path(run_dir)
     islands = read_islands(folder)
     rounds = {i: of_kind(records, "round") for i, records in islands.items()}
-    each = [of_kind(records, "step") for records in islands.values()]
-    longest = max(each, key=len, default=[])
     everything = [r for records in islands.values() for r in records]
-    times = [r["time"] for r in everything if "time" in r]
+    steps = of_kind(everything, "step")
+    up = running(folder)
     committed = {r["outer_step"] for island in rounds.values() for r in island if r["committed"]}
     starts = [r for r in everything if r["kind"] == "start"]
+    run = RunDir(folder)
+    told = [r["tokens"] for island in rounds.values() for r in island if r["committed"] and "tokens" in r]
+    tokens = max(told or [r["tokens"] for r in steps], default=0)
     return {
         "run_dir": str(folder.absolute()),
+        "asynchronous": run.asynchronous,
         "parameters": starts[-1].get("parameters") if starts else None,
-        "tokens": max((r["tokens"] for r in everything if r["kind"] == "step"), default=0),
-        "wall_seconds": max(times) - min(times) if times else 0.0,
-        "phases": [
-            {"phase": n, "first_step": a, "last_step": b} for n, a, b in phases(longest, begun_at(everything))
-        ],
+        "position": max(map(position, steps), default=0),
+        "tokens": tokens,
+        "tokens_are": "committed" if told else "logged",
+        "tokens_inherited": (run.facts().get("parent") or {}).get("tokens", 0)
+        if run.run_json.is_file()
+        else 0,
+        "wall_seconds": up[-1][1] - up[0][0] if up else 0.0,
+        "running_seconds": sum(end - begin for begin, end in up),
+        "phases": [{"phase": n, "first_step": a, "last_step": b} for n, a, b in passed(run, islands)],
         "rounds_committed": len(committed),
         "bytes_exchanged": sum(r.get("island_bytes", 0) for island in rounds.values() for r in island),
         "anchor": _anchor(everything),
@@ -81,6 +105,7 @@ def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
     return {
         "island": number,
         "last_step": steps[-1]["step"] if steps else 0,
+        "position": max(map(position, steps), default=0),
         "loss_start": next((loss for loss in losses if loss is not None), None),
         "loss_end": sum(last) / len(last) if last and None not in last else None,
         "rounds_committed": sum(r["committed"] for r in rounds),
@@ -99,11 +124,10 @@ def _anchor(records: list[Record]) -> dict[str, dict[str, Any]]:
     for record in records:
         if record["kind"] == "start":
             entropy |= record.get("unigram_entropy") or {}
-    evals = [r for r in of_kind(records, "eval") if r["target"] == "anchor"]
-    newest = {r["corpus"]: r for r in evals}
     return {
-        corpus: {"loss": r["loss"], "step": r["step"], "unigram_entropy": entropy.get(corpus)}
-        for corpus, r in sorted(newest.items())
+        corpus: {"loss": r["loss"], "step": position(r), "unigram_entropy": entropy.get(corpus)}
+        for corpus, validated in sorted(anchors(records).items())
+        for r in validated[-1:]
     }
 
 
@@ -114,10 +138,9 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     table.add_column(overflow="fold")
     if summary["parameters"]:
         table.add_row("model", f"{summary['parameters']:,} parameters")
-    minutes, seconds = divmod(round(summary["wall_seconds"]), 60)
-    table.add_row("trained", f"{summary['tokens']:,} tokens in {minutes} min {seconds:02d} s")
+    table.add_row("trained", _trained(summary))
     for island in summary["islands"]:
-        table.add_row(f"island {island['island']}", _island_line(island))
+        table.add_row(f"island {island['island']}", _island_line(island, own=summary["asynchronous"]))
     spans = [f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in summary["phases"]]
     table.add_row("phases (steps)", ", ".join(spans) or "none")
     table.add_row("outer rounds", f"{summary['rounds_committed']} committed{_void(summary['islands'])}")
@@ -129,19 +152,48 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
             line += f", {side} the unigram entropy {entropy:.3f}"
         table.add_row(f"anchor on {corpus}", line)
     (console or Console()).print(table)
-    print_consumption(summary.get("data", {}), console or Console())
+    print_consumption(summary["data"], console or Console())
+    if note := why_other_tokens(summary):
+        (console or Console()).print(note)
     # paths outside the table, whole on one line, so that they can be copied
     picture = summary["files"]["picture"] or "none without matplotlib: pip install 'megatron_wsd[report]'"
     for name, where in (("picture", picture), ("run folder", summary["run_dir"])):
         (console or Console()).print(f"{name}: {where}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _island_line(island: dict[str, Any]) -> str:
+def _trained(summary: dict[str, Any]) -> str:
+    """Tokens, and the time in which any island was up: between an end and the next start nothing trained."""
+    inherited, up, wall = (summary[k] for k in ("tokens_inherited", "running_seconds", "wall_seconds"))
+    text = f"{summary['tokens']:,} tokens {summary['tokens_are']}"
+    text += f" ({summary['tokens'] - inherited:,} of them its own)" if inherited else ""
+    text += f", in {_minutes(up)}"
+    return text if wall - up < 1 else f"{text} of running, over {_minutes(wall)} of wall time"
+
+
+def why_other_tokens(summary: dict[str, Any]) -> str:
+    """Why the samples of ``data`` are not as many tokens as were committed; empty where they are."""
+    parts = summary["data"].values()
+    drawn = sum(n["tokens"] for part in parts for n in part["all"]["corpora"].values())
+    if summary["tokens_are"] != "committed" or drawn in (0, summary["tokens"]):
+        return ""
+    return (
+        "The table counts a sample once any fragment has taken it in, on the islands whose folders are here: "
+        f"{drawn:,} tokens. The {summary['tokens']:,} committed are the mean of the fragments over all "
+        "islands, by which the schedule goes."
+    )
+
+
+def _minutes(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds:02d} s"
+
+
+def _island_line(island: dict[str, Any], *, own: bool) -> str:
     if island["loss_start"] is None:
         return "no step logged"
     parts = [
         f"training loss {island['loss_start']:.3f} -> {_loss(island['loss_end'])}",
-        f"{island['last_step']} steps",
+        f"{island['last_step']} steps{' of its own' if own else ''}",
         {"finish": "finished", "stop": "stopped and saved"}.get(island["end"], island["end"]),
     ]
     parts += [f"{island['starts']} starts"] * (island["starts"] > 1)

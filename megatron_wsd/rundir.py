@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,15 @@ class RunDir:
         """What ``run.json`` says."""
         facts: dict[str, Any] = json.loads(self.run_json.read_text())
         return facts
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether its islands count steps of their own; False also where no config says so."""
+        try:
+            block = json.loads(self.config_json.read_text())["megatron_wsd"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return bool(block.get("sync", {}).get("mode") == "async")
 
     @property
     def id(self) -> str | None:
@@ -302,11 +312,11 @@ def held(path: Path, what: str) -> Iterator[None]:
             raise IslandError(
                 what,
                 "no other process at it",
-                f"process {file.read().strip() or '(unknown)'} in {path.parent}",
+                f"process {' on '.join(file.read().split()) or '(unknown)'} in {path.parent}",
                 "Wait for it to end, or end it.",
             ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()} {socket.gethostname()}")
         file.flush()
         yield
 
@@ -317,9 +327,9 @@ def holder(path: Path) -> int | None:
     The lock is not tried: to hold it for an instant could refuse an island that is just being started.
     """
     try:
-        pid = int(path.read_text())
+        pid = int(path.read_text().split()[0])
         files = psutil.Process(pid).open_files()
-    except (OSError, ValueError, psutil.Error):
+    except (OSError, ValueError, IndexError, psutil.Error):
         return None
     return pid if any(Path(f.path) == path.resolve() for f in files) else None
 

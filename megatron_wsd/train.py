@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,7 @@ class Trainer:
     def __init__(self, config: Config, run_dir: Path, steps: int | None, *, resume: bool) -> None:
         self.config, self.run_dir = config, run_dir
         self._stop_requested = False
-        self._validated = ("", -1, -1)
+        self._validated = ("", -1)
         self._validations = 0
         self._steps = steps
         check_trainer(config)
@@ -107,7 +107,7 @@ class Trainer:
 
     @property
     def stop_at(self) -> int | None:
-        """The inner step at which the run ends as things stand; None while there is no end."""
+        """The step of the run at which it ends as things stand; None while there is no end."""
         ends = [n for n in (self._steps, self.engine.lr_scheduler.schedule.end) if n is not None]
         return min(ends, default=None)
 
@@ -245,7 +245,7 @@ class Trainer:
             resumed=folder is not None,
         )
         if self.rank == 0:
-            how = f"resumed at step {self.outer.inner_step}" if folder else "fresh"
+            how = f"resumed at {self._where()}" if folder else "fresh"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
             sync = self.config.sync
             say(
@@ -365,7 +365,7 @@ class Trainer:
             at = (start if self.config.sync.mode == "sync" else step) * self.config.island_batch
             # An asynchronous island may have gone back behind its own last switch.
             self.sampler.switch(max(at, self.sampler.history[-1][0]), mix)
-            self.metrics.event("mix", step, f"step {step}: data mix is now {mix!r}")
+            self.metrics.event("mix", step, f"step {start}: data mix is now {mix!r}")
 
     def _step_outer(self, tokens: int) -> None:
         """Count the step; around a round that is due, validate local weights and anchor."""
@@ -382,8 +382,8 @@ class Trainer:
             if due:
                 self._evaluate("local")
         if due and result is not None and self.outer.ready():
-            with self.outer.anchor_weights():
-                self._evaluate("anchor")
+            with self.outer.anchor_weights() as committed:
+                self._evaluate("anchor", committed)
 
     def _note_data_of_earlier(self) -> None:
         """Tell of the last contribution of an earlier process, which may have been killed before it could."""
@@ -419,16 +419,22 @@ class Trainer:
         over = end is not None and self.outer.position >= end and not stopped
         if over:
             self._note_data(self.outer.finish())
-            if self._validated != ("anchor", self.outer.inner_step, self.outer.outer_step):
-                self._evaluate("anchor")
+            if self._validated != ("anchor", self.outer.outer_step):
+                self._evaluate("anchor", self.outer.committed())
         self._save()
         step = self.outer.inner_step
         if over:
-            self.metrics.event("finish", step, f"finished at step {step}")
+            self.metrics.event("finish", step, f"finished at {self._where()}", tokens=self.outer.tokens)
         else:
-            self.metrics.event("stop", step, f"stopped at step {step}; go on with --resume")
+            told = f"stopped at {self._where()}; go on with --resume"
+            self.metrics.event("stop", step, told, tokens=self.outer.tokens)
 
     # ---- what is told ----
+
+    def _where(self) -> str:
+        """The step of the run, and that of this island where it counts its own."""
+        own = "" if self.config.sync.mode == "sync" else f" (own step {self.outer.inner_step})"
+        return f"step {self.outer.position}{own}"
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
         position = self.outer.position
@@ -441,7 +447,6 @@ class Trainer:
         self.metrics.write(
             "step",
             step=step,
-            position=position,
             loss=loss,
             lr=lr,
             phase=phase,
@@ -459,13 +464,19 @@ class Trainer:
                 f"{tokens_per_s:,.0f} tok/s{used} round {self.outer.outer_step}"
             )
 
-    def _evaluate(self, target: str) -> None:
-        """Loss on the held-out part of every corpus, in nats a token; all ranks must call it."""
+    def _evaluate(self, target: str, anchor: Mapping[str, int] | None = None) -> None:
+        """Loss on the held-out part of every corpus, in nats a token; all ranks must call it.
+
+        Args:
+            target: ``local`` or ``anchor``.
+            anchor: which one it is, see `OuterLoop.committed`; islands that validate the same say the same.
+        """
         import torch
 
         config = self.config
         self.engine.eval()
-        self._validated = (target, self.outer.inner_step, self.outer.outer_step)
+        which = anchor or {"outer_step": self.outer.outer_step}
+        self._validated = (target, which["outer_step"])
         for corpus in sorted(self.corpora.files):
             batches = self.held_out.batches(
                 corpus, config.log.eval_batches, config.micro_batch, self.readers, self.reader
@@ -480,10 +491,10 @@ class Trainer:
             self.metrics.write(
                 "eval",
                 step=self.outer.inner_step,
-                outer_step=self.outer.outer_step,
                 target=target,
                 corpus=corpus,
                 loss=loss,
+                **which,
             )
             if self.rank == 0:
                 say(f"validation of the {target} on {corpus}: {loss:.4f} nats/token")
@@ -494,7 +505,8 @@ class Trainer:
         self.outer.alive(_LONGEST_SAVE_S)
         self.checkpoints.save(self.engine, self.outer, self.sampler, self.ledger, step)
         self.outer.alive()
-        self.metrics.event("checkpoint", step, f"checkpoint of step {step} complete")
+        own = "" if self.config.sync.mode == "sync" else "own "
+        self.metrics.event("checkpoint", step, f"checkpoint of {own}step {step} complete")
 
 
 class _Window:

@@ -5,36 +5,14 @@ Reads files; imports no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from megatron_wsd.checkpoint.standing import Standing, newest
 from megatron_wsd.checkpoint.store import CheckpointStore
-from megatron_wsd.diloco.agree import whole_steps
+from megatron_wsd.config import Config
 from megatron_wsd.errors import CheckpointError
 from megatron_wsd.rundir import RunDir
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint of an island.
-
-    Attributes:
-        step: inner steps of the island, after which it is named.
-        manifest: of the checkpoint.
-        outer: the manifest of its outer state.
-        position: of the schedule, in inner steps of the run, when it was saved.
-    """
-
-    step: int
-    manifest: dict[str, Any]
-    outer: dict[str, Any]
-    position: int
-
-    @property
-    def outer_step(self) -> int:
-        return int(self.manifest.get("outer_step", 0))
 
 
 @dataclass(frozen=True)
@@ -46,12 +24,12 @@ class BranchPoint:
             that of what is committed in the newest outer state among the checkpoints. Islands with an older
             one are healed by the others when the branch begins.
         saved: the checkpoints by island.
-        leader: that with the newest outer state; of equal ones that of the lowest island.
+        leader: one with the newest outer state.
     """
 
     position: int
-    saved: Mapping[int, Saved]
-    leader: Saved
+    saved: Mapping[int, Standing]
+    leader: Standing
 
     @property
     def saved_at(self) -> int:
@@ -60,11 +38,10 @@ class BranchPoint:
 
     def cursor(self, island: int) -> int:
         """Up to where the samples of an island are committed, in its inner steps."""
-        fragments = self.leader.outer["counters"]["fragments"]
-        return max(int(f["taken"].get(str(island), 0)) for f in fragments)
+        return self.leader.cursors.get(str(island), 0)
 
 
-def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
+def branch_point(run: RunDir, at: int | None, config: Config) -> BranchPoint:
     """The checkpoints that a branch of a run begins from.
 
     In synchronous mode all islands save after the same step: that one, or the newest that all have. Else each
@@ -73,14 +50,15 @@ def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
     Args:
         run: to branch off.
         at: position of the schedule; None for the newest.
-        lockstep: the run is a synchronous one.
+        config: of the run.
 
     Raises:
         CheckpointError: there are none such.
+        ScheduleError: they were saved without a WSD schedule.
     """
-    saved = saved_by_island(run, lockstep=lockstep)
+    saved = saved_by_island(run, config)
     where = f"{run.path}@{at if at is not None else 'newest'}"
-    if lockstep:
+    if not run.asynchronous:
         common = set.intersection(*({s.step for s in each} for each in saved.values())) if saved else set()
         if not common or (at is not None and at not in common):
             raise CheckpointError(
@@ -91,7 +69,7 @@ def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
             )
         step = max(common) if at is None else at
         chosen = {i: next(s for s in each if s.step == step) for i, each in saved.items()}
-        return BranchPoint(step, chosen, _leader(chosen))
+        return BranchPoint(step, chosen, newest(chosen.values()))
     fitting = {i: [s for s in each if at is None or s.position <= at] for i, each in saved.items()}
     if not all(fitting.values()):
         remedy = "Each must have saved one, and its folder must be here."
@@ -105,39 +83,24 @@ def branch_point(run: RunDir, at: int | None, *, lockstep: bool) -> BranchPoint:
             remedy,
         )
     chosen = {i: each[-1] for i, each in fitting.items()}
-    leader = _leader(chosen)
-    spans = {int(whole): int(steps) for whole, steps in leader.outer["counters"]["spans"].items()}
-    return BranchPoint(whole_steps(spans), chosen, leader)
+    leader = newest(chosen.values())
+    return BranchPoint(leader.committed, chosen, leader)
 
 
-def _leader(saved: Mapping[int, Saved]) -> Saved:
-    return max((saved[i] for i in sorted(saved)), key=lambda s: s.outer_step)
-
-
-def saved_by_island(run: RunDir, *, lockstep: bool) -> dict[int, list[Saved]]:
+def saved_by_island(run: RunDir, config: Config) -> dict[int, list[Standing]]:
     """The complete checkpoints of each island, as they were written.
 
     Only those since the number of islands was changed last: older ones have other orders of data. Of a
     synchronous run islands whose folder is on another file system are left out: they have the same steps.
     """
     era = len(run.eras()) - 1
-    found: dict[int, list[Saved]] = {}
+    found: dict[int, list[Standing]] = {}
     for island in range(int(run.facts()["islands"])):
         store = CheckpointStore(run.island(island) / "checkpoints", 2)
-        if store.root.is_dir() or not lockstep:
-            each = (_read(store, step, lockstep) for step in store.steps(era))
-            found[island] = [saved for saved in each if saved is not None]
+        if store.root.is_dir() or run.asynchronous:
+            found[island] = [Standing.read(store.folder(step), config) for step in store.steps(era)]
     return found
 
 
-def _read(store: CheckpointStore, step: int, lockstep: bool) -> Saved | None:
-    """A complete checkpoint; None if it was removed meanwhile."""
-    manifest = store.manifest(step)
-    if manifest is None:
-        return None
-    outer = json.loads((store.folder(step) / "outer" / "manifest.json").read_text())
-    return Saved(step, manifest, outer, step if lockstep else int(outer["extra"]["position"]))
-
-
-def _listed(saved: Sequence[Saved]) -> str:
+def _listed(saved: Sequence[Standing]) -> str:
     return ", ".join(str(s.position) for s in saved) or "none"

@@ -6,13 +6,13 @@ import secrets
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_wsd.cli.decay_now import Then
 from megatron_wsd.config import load_config
-from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.control import Order, told
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.rundir import RunDir
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def branch(
     parent: Annotated[
-        str, typer.Argument(metavar="PARENT[@STEP]", help="Run folder, and a checkpoint's step.")
+        str, typer.Argument(metavar="PARENT[@STEP]", help="Run folder, and where in the schedule.")
     ],
     name: Annotated[str, typer.Option(help="Name of the branch.")],
-    decay_steps: Annotated[int, typer.Option(help="Length of its decay in inner steps.")],
+    decay_steps: Annotated[int, typer.Option(help="Length of its decay in inner steps of the run.")],
     shape: Annotated[str, typer.Option(help="Shape of its decay.")] = "one_minus_sqrt",
     min_lr_ratio: Annotated[float, typer.Option(help="Rate at its end, of the peak.")] = 0.0,
     data_mix: Annotated[str | None, typer.Option(help="Mix of data.mixes.")] = None,
@@ -79,11 +79,11 @@ def _own_steps(point: BranchPoint) -> str:
 
 
 def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.")]) -> None:
-    """Draw the tree of a run and its branches, with steps, tokens, phases and final losses."""
+    """Draw the tree of a run and its branches, with tokens, losses, and phases in steps of the run."""
     from rich.console import Console
     from rich.tree import Tree
 
-    from megatron_wsd.lineage import children, root_of
+    from megatron_wsd.lineage import children, own_orders, root_of
     from megatron_wsd.report import has_steps, summarise
 
     def label(run: RunDir, name: str, origin: str) -> str:
@@ -95,15 +95,20 @@ def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.
         found = summarise(run.path)
         phases = ", ".join(f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in found["phases"])
         losses = ", ".join(f"{corpus} {a['loss']:.3f}" for corpus, a in sorted(found["anchor"].items()))
-        last = max(i["last_step"] for i in found["islands"])
-        lines = [f"{name}{origin}: step {last}, {found['tokens']:,} tokens{mark}", phases]
+        own = ""
+        if found["asynchronous"]:
+            own = f", own steps {' + '.join(str(i['last_step']) for i in found['islands'])}"
+        lines = [f"{name}{origin}: step {found['position']}{own}, {found['tokens']:,} tokens{mark}", phases]
         lines += [f"loss of the anchor: {losses}"] if losses else []
-        lines += [_told(entry) for entry in ControlFolder(run.path).accepted() if "refused" not in entry]
+        lines += [
+            f"step {order['step']}: {told(order)}" for order in own_orders(run) if "refused" not in order
+        ]
         return "\n".join(lines)
 
     def grow(tree: Tree, run: RunDir) -> None:
-        for name, step, path in children(run):
-            grow(tree.add(label(RunDir(path), name, f" @{step}")), RunDir(path))
+        for child in children(run):
+            below = RunDir(child.path)
+            grow(tree.add(label(below, child.name, f" @{child.position}")), below)
 
     run = RunDir(run_dir.absolute())
     if not run.run_json.is_file():
@@ -112,12 +117,3 @@ def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.
     tree = Tree(label(root, root.path.name, ""))
     grow(tree, root)
     Console().print(tree)
-
-
-def _told(entry: dict[str, Any]) -> str:
-    """One order in words."""
-    if entry["kind"] == "override":
-        return f"step {entry['step']}: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
-    if entry["kind"] == "cancel":
-        return f"step {entry['step']}: planned decay withdrawn"
-    return f"step {entry['step']}: decay of {entry['length']} steps, {entry['shape']}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_wsd.config import Config, load_config
-from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.control import ControlFolder, Order, told
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.reporting.status import RunStatus
 from megatron_wsd.rundir import RunDir, holder
@@ -27,11 +27,13 @@ class Then(str, Enum):
 
 def decay_now(
     run_dir: Annotated[Path, typer.Argument(help="The run folder, as any island sees it.")],
-    steps: Annotated[int | None, typer.Option(help="Length of the decay in inner steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Length of the decay in inner steps of the run.")] = None,
     shape: Annotated[str, typer.Option(help="Shape of the decay.")] = "one_minus_sqrt",
     min_lr_ratio: Annotated[float, typer.Option(help="Rate at its end, of the peak.")] = 0.0,
     data_mix: Annotated[str | None, typer.Option(help="Mix of data.mixes from its first step on.")] = None,
-    at: Annotated[int | None, typer.Option(help="Begin at this step; default: as soon as all agree.")] = None,
+    at: Annotated[
+        int | None, typer.Option(help="Begin at this step of the run; default: as soon as all agree.")
+    ] = None,
     then: Annotated[Then, typer.Option(help="After it: stop, or go back to the stable phase.")] = Then.stop,
     cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw a decay that has not begun.")] = False,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the islands to agree.")] = 0.0,
@@ -147,8 +149,8 @@ def _await(folder: ControlFolder, order: Order, seconds: float) -> None:
 
 def _outcome(entry: dict[str, Any]) -> str:
     """What a committed order does, and when."""
-    if entry["kind"] == "cancel":
-        return "the decay that had not begun is withdrawn"
+    if entry["kind"] != "decay":
+        return told(entry)
     begins = entry["step"] if entry["at"] is None else entry["at"]
     after = "and the run with it" if entry["then"] == "stop" else "the stable phase follows"
     return f"the decay begins at step {begins} and ends at step {begins + entry['length']}, {after}"

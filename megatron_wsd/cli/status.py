@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_wsd.cli.logs import excerpt
+from megatron_wsd.control import told
 from megatron_wsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
 
     from megatron_wsd.reporting.status import RunStatus
 
-_COLOURS = {"running": "green", "finished": "green", "silent": "yellow", "starting": "yellow", "lost": "red"}
+_COLOURS = {
+    **dict.fromkeys(("running", "finished"), "green"),
+    **dict.fromkeys(("silent", "starting"), "yellow"),
+    **dict.fromkeys(("lost", "failed"), "red"),
+}
+_WHY_LINES = 3  # of the log of an island that failed
 
 
 def status(
@@ -91,16 +98,22 @@ def render(found: dict[str, Any]) -> RenderableType:
         lines.append(Text(f"anchor     {each}"))
     checkpoints = [i["checkpoint"] for i in found["islands"] if i["checkpoint"]]
     if checkpoints:
-        newest = max(checkpoints, key=lambda c: c["step"])
+        newest = max(checkpoints, key=lambda c: c["position"])
         age = _duration(found["time"] - newest["time"])
-        lines.append(Text(f"checkpoint step {newest['step']}, round {newest['outer_step']}, {age} ago"))
+        own = f" (own step {newest['step']})" if found["mode"] == "async" else ""
+        where = f"step {newest['position']}{own}, round {newest['outer_step']}"
+        lines.append(Text(f"checkpoint {where}, {age} ago"))
     for order in found["orders"]["accepted"]:
-        said = f"refused: {order['refused']}" if "refused" in order else f"agreed at step {order.get('step')}"
-        lines.append(Text(f"order      {order['kind']}, {said}"))
+        agreed = "" if "refused" in order else "agreed "
+        lines.append(Text(f"order      {told(order)}; {agreed}at step {order['step']}"))
     if found["orders"]["pending"] is not None:
         lines.append(Text(f"order      {found['orders']['pending']['kind']}, pending"))
     for number, sentence in enumerate(found["waiting_for"]):
         lines.append(Text(f"{'' if number else 'waits for':<11}{sentence}"))
+    for island in found["islands"]:
+        if island["state"] == "failed":
+            why = excerpt(Path(island["log"]), _WHY_LINES)
+            lines += [Text(f"island {island['island']:<4}| {line}") for line in why]
     return Group(*lines)
 
 
@@ -113,11 +126,10 @@ def _headline(found: dict[str, Any]) -> RenderableType:
     text.append(found["state"], style=_COLOURS.get(found["state"], ""))
     text.append(f" ({found['path']})\n", style="not bold")
     void = max((i["rounds_void"] for i in found["islands"]), default=0)
-    parts = [f"round {found['outer_step']}"] + [f"{void} void"] * (void > 0) + [found["mode"]]
-    parts += [found["phase"]] if found["phase"] else []
-    rate = next((i["lr"] for i in found["islands"] if i["lr"] is not None), None)
-    parts += [f"lr {rate:.2e}"] if rate is not None else []
-    parts += [f"{found['tokens']:,} tokens"] if found["tokens"] is not None else []
+    parts = [f"step {found['position']}", f"round {found['outer_step']}"] + [f"{void} void"] * (void > 0)
+    parts += [found["mode"]] + ([found["phase"]] if found["phase"] else [])
+    parts += [f"lr {found['lr']:.2e}"] if found["lr"] is not None else []
+    parts += [f"{found['tokens']:,} tokens trained"] if found["tokens"] is not None else []
     parts += [f"{found['tokens_per_s']:,.0f} tok/s"] if found["tokens_per_s"] else []
     parts.append(f"{human_bytes(found['bytes'])} exchanged")
     return text.append(", ".join(parts) + "\n", style="not bold")
@@ -133,14 +145,16 @@ def _islands(found: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("island", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for name in ("seen", "step", "round", "stale", "gate", "loss", "tok/s", "bytes"):
+    own = ["own"] if found["mode"] == "async" else []  # steps of its own
+    for name in ("seen", "step", *own, "round", "stale", "gate", "loss", "tok/s", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)  # fits 80 columns; --json has the rest
     for i in found["islands"]:
         table.add_row(
             str(i["island"]),
             Text(i["state"], style=_COLOURS.get(i["state"], "")),
             "-" if i["age_s"] is None else _duration(i["age_s"]),
-            _or(i["step"], "d"),
+            _or(i["position"], "d"),
+            *[_or(i["step"], "d") for _ in own],
             _or(i["outer_step"], "d"),
             _or(i["staleness"], "d"),
             _or(i["gate"], ".2f"),

@@ -59,7 +59,7 @@ class Ledger:
         self.drawn, self.until = total([state["drawn"]]), int(state["until"])
 
 
-def committed(records: Sequence[Mapping[str, Any]], outer_step: int | None = None) -> Drawn:
+def committed(records: Sequence[Mapping[str, Any]], until: int | None = None) -> Drawn:
     """What an island has committed by its metrics.
 
     A ``data`` record tells of the samples of one committed round. An island that went back to an older
@@ -67,13 +67,13 @@ def committed(records: Sequence[Mapping[str, Any]], outer_step: int | None = Non
 
     Args:
         records: of one island, as `records.read_metrics` gives them.
-        outer_step: leave out later rounds.
+        until: leave out what ends behind this sample.
     """
     kept: list[Mapping[str, Any]] = []
     for record in records:
         if record["kind"] == "data":
             kept = [*(r for r in kept if r["end"] <= record["first"]), record]
-    return total(r["drawn"] for r in kept if outer_step is None or r["outer_step"] <= outer_step)
+    return total(r["drawn"] for r in kept if until is None or r["end"] <= until)
 
 
 def amounts(drawn: Drawn, sizes: Mapping[str, int], seq_length: int) -> dict[str, Any]:

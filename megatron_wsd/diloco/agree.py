@@ -7,11 +7,9 @@ them. Pure: no process group in sight.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 
 from megatron_wsd.errors import ExchangeError, IslandError
 
@@ -195,16 +193,6 @@ def combine_digests(digests: Sequence[int]) -> int:
     """One non-negative int64 from the 64-bit digests of an island's ranks; their order matters."""
     packed = struct.pack(f"<{len(digests)}Q", *(d & _MASK for d in digests))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def whole_steps(spans: Mapping[int, int]) -> int:
-    """Whole inner steps of the run that are done.
-
-    Args:
-        spans: inner steps, summed over islands and fragments, by what makes one step of the run; as
-            `diloco.state.OuterState.spans`.
-    """
-    return math.floor(sum((Fraction(steps, whole) for whole, steps in spans.items()), Fraction(0)))
 
 
 def to_int64(value: int) -> int:

@@ -56,7 +56,7 @@ class Decoupled(OuterLoop):
     def _met(self, result: RoundResult) -> None:
         if result.committed or result.healed:
             self._take_all()
-            self._journal.note(result, self._position)
+            self._journal.note(result, self.inner_step)
 
     def _started(self) -> None:
         half = self._joined()
@@ -175,9 +175,9 @@ class Decoupled(OuterLoop):
     def _note(self, result: RoundResult) -> None:
         self.last_round = result
         if result.void:
-            self._journal.note_void(result, self._position, self.outer_step)
+            self._journal.note_void(result, self.inner_step, self.outer_step)
         else:
-            self._journal.note(result, self._position)
+            self._journal.note(result, self.inner_step)
 
     # ---- the end ----
 
@@ -234,9 +234,13 @@ class Decoupled(OuterLoop):
                 raise thread.error or RuntimeError("the outer half of another rank of this island has ended")
             time.sleep(0.01)  # another rank's step is a moment behind or ahead
 
-    def _anchors(self) -> list[torch.Tensor]:
+    def committed(self) -> dict[str, int]:
+        with self._state.counting:  # without the steps that only this island knows of
+            return {**super().committed(), "position": self._state.progress(0, self._whole)}
+
+    def _anchors(self) -> tuple[list[torch.Tensor], dict[str, int]]:
         with self._one_state():
-            return [f.anchor.float().clone() for f in self._state.fragments]
+            return [f.anchor.float().clone() for f in self._state.fragments], self.committed()
 
     def _write(self, folder: Path) -> None:
         with self._one_state():

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_wsd.control import told
 from megatron_wsd.diloco.agree import Decision
 from megatron_wsd.diloco.round import RoundResult
+from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.metrics import Metrics
 
 
 class Journal:
     """Records rounds in the metrics of an island and says them on the console.
 
+    Methods take the inner step of the island; what they say names the step of the run, see `Metrics.at`.
+
     Args:
         metrics: of the island; silent on all ranks but the first.
         islands: how many the run has.
-        fragments: how many the model is cut into.
+        state: what rounds have committed.
     """
 
-    def __init__(self, metrics: Metrics, islands: int, fragments: int) -> None:
-        self._metrics, self._fragments = metrics, fragments
+    def __init__(self, metrics: Metrics, islands: int, state: OuterState) -> None:
+        self._metrics, self._state = metrics, state
         self._here = tuple(range(islands))
 
     def note(self, result: RoundResult, inner_step: int) -> None:
@@ -29,10 +33,8 @@ class Journal:
         self._note_members(result.decision, inner_step)
         self._note_heal(result, inner_step)
         for island in result.decision.dropped:
-            text = (
-                f"step {inner_step}: the pseudo-gradient of island {island} holds NaN or Inf; it was dropped"
-            )
-            self._metrics.event("void", inner_step, text)
+            what = f"the pseudo-gradient of island {island} holds NaN or Inf; it was dropped"
+            self._event("void", inner_step, what)
         if result.committed or result.skipped:
             self._note_round(result, result.decision, inner_step)
 
@@ -64,30 +66,23 @@ class Journal:
             entry: its entry in the outer state.
             step: inner step of this island at which it obeys.
         """
-        committed = entry["step"]
-        if entry["kind"] == "cancel":
-            what = "the decay that had not begun is withdrawn"
-        elif entry["kind"] == "override":
-            what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
-        else:
-            begins = committed if entry["at"] is None else entry["at"]
-            what = f"decay of {entry['length']} steps ({entry['shape']}) from step {begins}"
-        if "refused" in entry:
-            what = f"refused: {entry['refused']}"
-        self._metrics.event("order", step, f"step {committed}: {what}")
+        self._metrics.event("order", step, f"step {entry['step']}: {told(entry)}")
+
+    def _event(self, event: str, step: int, what: str) -> None:
+        """One that is told with the step of the run at which it happened."""
+        self._metrics.event(event, step, f"step {self._metrics.at(step)}: {what}")
 
     def _note_heal(self, result: RoundResult, step: int) -> None:
         if result.healed and result.decision is not None:
             source, rounds = result.decision.source, result.decision.outer_step
-            self._metrics.event("heal", step, f"step {step}: healed by island {source} to round {rounds}")
+            self._event("heal", step, f"healed by island {source} to round {rounds}")
 
     def _note_members(self, decision: Decision, step: int) -> None:
         here = decision.islands
         for island in sorted(set(self._here) - set(here)):
-            text = f"step {step}: island {island} is gone; going on with {list(here)}"
-            self._metrics.event("alone", step, text)
+            self._event("alone", step, f"island {island} is gone; going on with {list(here)}")
         for island in sorted(set(here) - set(self._here)):
-            self._metrics.event("back", step, f"step {step}: island {island} is back")
+            self._event("back", step, f"island {island} is back")
         self._here = here
 
     def note_adopted(
@@ -132,8 +127,10 @@ class Journal:
         self._metrics.write(
             "round",
             step=step,
+            position=decision.inner_step,  # equal on all islands, also on one that hears of it late
             outer_step=outer_step,
             committed=result.committed,
+            tokens=self._state.tokens,
             fragment=result.fragment,
             version=result.version,
             fragment_age=decision.fragment_age,
@@ -149,9 +146,9 @@ class Journal:
             reason=result.reason,
         )
         ages = " ".join(f"{i}:{tau}" for i, tau in staleness.items())
-        which = f" of fragment {result.fragment}" if self._fragments > 1 else ""
+        which = f" of fragment {result.fragment}" if len(self._state.fragments) > 1 else ""
         moved = f"{result.island_bytes / 1e6:.2f} MB, {result.seconds:.2f} s"
         self._metrics.tell(
-            f"round {outer_step}{which} at step {step}: islands {list(decision.islands)}, staleness {ages}, "
-            f"{moved}, digest {result.digest:016x}"
+            f"round {outer_step}{which} at step {decision.inner_step}: islands {list(decision.islands)}, "
+            f"staleness {ages}, {moved}, digest {result.digest:016x}"
         )

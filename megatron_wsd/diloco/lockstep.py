@@ -134,15 +134,15 @@ class Lockstep(OuterLoop):
             self._move_to(ahead, ahead)
 
     @contextmanager
-    def anchor_weights(self) -> Iterator[None]:
+    def anchor_weights(self) -> Iterator[dict[str, int]]:
         if not any(f.steps for f in self._local.fragments):
-            yield  # after a round of the whole model the island holds it
+            yield self.committed()  # after a round of the whole model the island holds it
             return
-        with super().anchor_weights():
-            yield
+        with super().anchor_weights() as committed:
+            yield committed
 
-    def _anchors(self) -> list[torch.Tensor]:
-        return [f.anchor.float() for f in self._state.fragments]
+    def _anchors(self) -> tuple[list[torch.Tensor], dict[str, int]]:
+        return [f.anchor.float() for f in self._state.fragments], self.committed()
 
     def _own_facts(self) -> dict[str, Any]:
         return {} if self._held is None else {"held": self._held.counts()}

@@ -86,7 +86,8 @@ class OuterLoop(ABC):
             where and where / f"island_{address.island}" / "metrics.jsonl",
             Monitors(getattr(engine, "monitor", None), config.island_batch),
         )
-        self._journal = Journal(self.metrics, address.islands, len(plan))
+        self.metrics.position = lambda: self.position
+        self._journal = Journal(self.metrics, address.islands, self._state)
         scheduler: Any = getattr(engine, "lr_scheduler", None)
         if isinstance(scheduler, WSD) and scheduler.schedule.unit != "steps":
             raise ConfigError(
@@ -307,14 +308,21 @@ class OuterLoop(ABC):
     def round_due(self) -> bool:
         """Whether the next `step` after one more inner step would run a round; False in asynchronous mode."""
 
+    def committed(self) -> dict[str, int]:
+        """``outer_step``, ``position`` and ``tokens`` of what rounds have committed, which is the anchor."""
+        return {"outer_step": self.outer_step, "position": self.position, "tokens": self._state.tokens}
+
     @contextmanager
-    def anchor_weights(self) -> Iterator[None]:
-        """While it is open the island holds the anchor, for a validation; all ranks must use it."""
-        anchors = self._anchors()
+    def anchor_weights(self) -> Iterator[dict[str, int]]:
+        """While it is open the island holds the anchor, for a validation; all ranks must use it.
+
+        Gives what `committed` said when the anchor was taken: rounds may go on meanwhile.
+        """
+        anchors, committed = self._anchors()
         held = self._local.hold()
         self._local.restore(anchors)
         try:
-            yield
+            yield committed
         finally:
             self._local.restore(held)
 
@@ -334,8 +342,8 @@ class OuterLoop(ABC):
         return self._group.all_agree(self._state.outer_step >= 0)
 
     @abstractmethod
-    def _anchors(self) -> list[torch.Tensor]:
-        """All anchors at one moment, equal in version on all ranks of the island."""
+    def _anchors(self) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """All anchors at one moment, equal in version on all ranks of the island; and `committed` then."""
 
     def _follow_skipped_update(self) -> None:
         """DeepSpeed does not step the scheduler with an update that it skips for a gradient of NaN or Inf.
@@ -390,7 +398,7 @@ class OuterLoop(ABC):
 
     def _obey(self) -> None:
         """Carry out new orders, and let the outer rate follow the schedule that results."""
-        schedule = self._orders.carry_out(self.position)
+        schedule = self._orders.carry_out(self.position, inner_step=self.inner_step)
         if schedule is not None and self._half is not None:
             self._half.schedule = schedule
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from megatron_wsd.config import Config
-from megatron_wsd.diloco.agree import Offer, whole_steps
+from megatron_wsd.diloco.agree import Offer
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.fragments import Fragment
+from megatron_wsd.diloco.progress import progress
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, OuterOptimizer, make_outer
 from megatron_wsd.shards.zero3 import Shards
@@ -135,7 +136,7 @@ class OuterState:
             own: steps besides the committed ones, summed over islands and fragments.
             whole: islands times fragments.
         """
-        return whole_steps({**self.spans, whole: self.spans.get(whole, 0) + own})
+        return progress({**self.spans, whole: self.spans.get(whole, 0) + own})
 
     def cursor(self, island: int) -> int:
         """How far the data of an island are committed, with whatever fragment, in its inner steps."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from megatron_wsd.picture import _number, _smooth, _stretches
-from megatron_wsd.records import Record
+from megatron_wsd.picture import _number, _smooth
+from megatron_wsd.records import Record, begun_at, position
 from megatron_wsd.reporting.facts import RunFacts, thinned
 
 if TYPE_CHECKING:
@@ -89,8 +89,14 @@ def _svg(figure: Figure, name: str, title: str) -> str:
     return f'{opening}<title id="{name}-title">{escape(title)}</title>{rest}'
 
 
-def _tokens_axis(axes: Axes, most: float) -> None:
-    """Tokens in thousands, millions, billions or trillions, with the unit in the label."""
+def _tokens_axis(axes: Axes, first: float, most: float) -> None:
+    """Tokens in thousands, millions, billions or trillions, with the unit in the label.
+
+    Args:
+        axes: whose horizontal axis counts tokens.
+        first: where it begins, which in a branch is not 0.
+        most: where it ends.
+    """
     scale, unit = next(
         (
             (s, u)
@@ -99,7 +105,8 @@ def _tokens_axis(axes: Axes, most: float) -> None:
         ),
         (1.0, ""),
     )
-    axes.set_xlim(0, max(most, 1.0) * 1.01)
+    most = max(most, first + 1.0)
+    axes.set_xlim(first, most + 0.01 * (most - first))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / scale:g}")
     axes.set_xlabel(f"tokens over all islands{', ' + unit if unit else ''}")
 
@@ -116,26 +123,25 @@ def _time_scale(most: float) -> tuple[float, str]:
 
 def loss_and_rate(run: RunFacts) -> str:
     """Training and anchor loss by tokens, with phases and numbered decisions, over the learning rate."""
-    most = max((run.tokens(r["step"]) for steps in run.steps.values() for r in steps), default=1.0)
     with _figure(9.6, 6.2) as figure:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1.3))
         for axes in (loss, rate):
             for name, left, right in run.phases:
                 axes.axvspan(left, right, color=_PHASES.get(name, _PHASES["done"]), linewidth=0, zorder=0)
-        for i, (island, steps) in enumerate(run.steps.items()):
-            _draw_training(loss, run, steps, series(i), f"island {island}, training")
+        for i, island in enumerate(run.steps):
+            _draw_training(loss, run, run.stretches[island], series(i), f"island {island}, training")
         _draw_anchor(loss, run)
-        _mark_decisions(loss, run, most)
+        _mark_decisions(loss, run)
         loss.set_title("Loss, nats a token", pad=24 if run.decisions else 8)
         loss.set_ylabel("nats a token")
         longest = max(run.steps.values(), key=len, default=[])
-        points = [(run.tokens(r["step"]), float(r["lr"])) for r in longest]
+        points = [(run.tokens(position(r)), float(r["lr"])) for r in longest]
         rate.plot(*_xy(points), color=_INK, linewidth=1.5)
         rate.set_ylim(bottom=0)
         rate.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         rate.set_title("Learning rate of the inner steps; shaded by phase")
         rate.set_ylabel("rate")
-        _tokens_axis(rate, most)
+        _tokens_axis(rate, *run.extent)
         handles, labels = loss.get_legend_handles_labels()
         shades, names = _phase_handles(run)
         figure.legend([*handles, *shades], [*labels, *names], loc="outside lower left", ncols=3)
@@ -154,11 +160,13 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _draw_training(axes: Axes, run: RunFacts, steps: list[Record], style: dict[str, Any], name: str) -> None:
+def _draw_training(
+    axes: Axes, run: RunFacts, stretches: list[list[Record]], style: dict[str, Any], name: str
+) -> None:
     label: str | None = name
-    window = max(3, len(steps) // 20)
-    for part in _stretches(steps):
-        x, y = [run.tokens(r["step"]) for r in part], [_number(r["loss"]) for r in part]
+    window = max(3, sum(map(len, stretches)) // 20)
+    for part in stretches:
+        x, y = [run.tokens(position(r)) for r in part], [_number(r["loss"]) for r in part]
         raw = thinned(list(zip(x, y, strict=True)))
         smooth = thinned(list(zip(x, _smooth(y, window), strict=True)))
         axes.plot(*_xy(raw), **style, alpha=0.3, linewidth=0.8)
@@ -166,18 +174,9 @@ def _draw_training(axes: Axes, run: RunFacts, steps: list[Record], style: dict[s
         label = None
 
 
-def _anchor_points(run: RunFacts) -> dict[str, list[tuple[float, float]]]:
-    """(tokens, loss) of the validations of the anchor by corpus; every island validates the same one."""
-    found: dict[str, dict[int, float]] = {}
-    for records in run.islands.values():
-        for record in records:
-            if record["kind"] == "eval" and record["target"] == "anchor":
-                found.setdefault(record["corpus"], {})[record["step"]] = _number(record["loss"])
-    return {c: [(run.tokens(s), v) for s, v in sorted(p.items())] for c, p in sorted(found.items())}
-
-
 def _draw_anchor(axes: Axes, run: RunFacts) -> None:
-    for i, (corpus, points) in enumerate(_anchor_points(run).items()):
+    for i, (corpus, validated) in enumerate(run.anchors.items()):
+        points = [(tokens, _number(loss)) for tokens, loss in validated]
         look: dict[str, Any] = {
             "color": _INK,
             "marker": "osD^vP"[i % 6],
@@ -189,13 +188,14 @@ def _draw_anchor(axes: Axes, run: RunFacts) -> None:
         axes.plot(*_xy(thinned(points, 200)), **look, label=f"anchor, validation on {corpus}")
 
 
-def _mark_decisions(axes: Axes, run: RunFacts, most: float) -> None:
+def _mark_decisions(axes: Axes, run: RunFacts) -> None:
     """Upright lines with the numbers of the decisions above the axes; close ones share a number's place."""
+    first, most = run.extent
     groups: list[tuple[float, list[int]]] = []
     for number, decision in enumerate(run.decisions, 1):
         at = run.tokens(decision.step)
         axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
-        if groups and at - groups[-1][0] < 0.035 * most:
+        if groups and at - groups[-1][0] < 0.035 * (most - first):
             groups[-1][1].append(number)
         else:
             groups.append((at, [number]))
@@ -222,19 +222,19 @@ def presence(run: RunFacts) -> str:
         "healed": {"marker": "o", "color": _INK, "markersize": 6, "markerfacecolor": "none"},
     }
     aside = {"started again": 0.3, "healed": -0.3}  # the two come together
-    most = max((run.tokens(r["step"]) for steps in run.steps.values() for r in steps), default=1.0)
     rows = {island: row for row, island in enumerate(run.islands)}
     with _figure(9.6, 1.5 + 0.5 * len(rows)) as figure:
         axes = figure.subplots()
         for island, row in rows.items():
-            for part in _stretches(run.steps[island]):
-                span = [run.tokens(part[0]["step"]), run.tokens(part[-1]["step"])]
+            for i, part in enumerate(run.stretches[island]):
+                first = position(part[0]) if i else begun_at(run.islands[island])  # logged, or not yet
+                span = [run.tokens(first), run.tokens(position(part[-1]))]
                 style = series(row) | {"linestyle": "-"}
                 axes.plot(span, [row, row], **style, linewidth=7, alpha=0.55, solid_capstyle="butt")
         used: dict[str, Any] = {}
         for fault in run.faults:
             if (look := marks.get(fault.what)) is not None and fault.island in rows:
-                at = run.tokens_at(fault.seconds)
+                at = max(run.tokens_at(fault.seconds), run.extent[0])
                 y = rows[fault.island] + aside.get(fault.what, 0.0)
                 axes.plot([at], [y], linestyle="none", clip_on=False, **look)
                 used[fault.what] = Line2D([], [], linestyle="none", **look)
@@ -242,7 +242,7 @@ def presence(run: RunFacts) -> str:
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.set_title("Islands at work, and what befell them, by tokens")
-        _tokens_axis(axes, most)
+        _tokens_axis(axes, *run.extent)
         if used:
             figure.legend(list(used.values()), list(used), loc="outside lower left", ncols=len(used))
         return _svg(figure, "presence", f"When each island of {run.name} trained, and its faults")
@@ -320,9 +320,7 @@ def exchange(run: RunFacts) -> str:
 
 def comparison(runs: Sequence[RunFacts]) -> str:
     """Training loss, mean over islands, and the anchor's, by tokens, a colour a run."""
-    most = max(
-        (run.tokens(r["step"]) for run in runs for steps in run.steps.values() for r in steps), default=1
-    )
+    first, most = min(run.extent[0] for run in runs), max(run.extent[1] for run in runs)
     with _figure(9.6, 4.6) as figure:
         axes = figure.subplots()
         for i, run in enumerate(runs):
@@ -330,8 +328,10 @@ def comparison(runs: Sequence[RunFacts]) -> str:
             x, y = _xy(points)
             smooth = thinned(list(zip(x, _smooth(y, max(3, len(y) // 20)), strict=True)))
             axes.plot(*_xy(smooth), **series(i), linewidth=1.7, label=f"{run.name}, training")
-            anchor = _anchor_points(run)
-            merged = [(p[0][0], sum(v for _, v in p) / len(p)) for p in zip(*anchor.values(), strict=False)]
+            merged = [
+                (p[0][0], sum(_number(v) for _, v in p) / len(p))
+                for p in zip(*run.anchors.values(), strict=False)
+            ]
             if merged:
                 look: dict[str, Any] = {
                     "marker": "o",
@@ -342,7 +342,7 @@ def comparison(runs: Sequence[RunFacts]) -> str:
                 axes.plot(*_xy(thinned(merged, 200)), **look, label=f"{run.name}, anchor (mean of corpora)")
         axes.set_title("Loss of the runs, nats a token")
         axes.set_ylabel("nats a token")
-        _tokens_axis(axes, most)
+        _tokens_axis(axes, first, most)
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2)
         return _svg(figure, "comparison", "Loss of the compared runs by tokens")
@@ -352,6 +352,6 @@ def _mean_loss(run: RunFacts) -> list[tuple[float, float]]:
     by_step: dict[int, list[float]] = {}
     for steps in run.steps.values():
         for record in steps:
-            by_step.setdefault(record["step"], []).append(_number(record["loss"]))
+            by_step.setdefault(position(record), []).append(_number(record["loss"]))
     known = [(run.tokens(s), sum(v) / len(v)) for s, v in sorted(by_step.items())]
     return [(tokens, loss) for tokens, loss in known if not math.isnan(loss)]

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wsd import report
-from megatron_wsd.control import ControlFolder
-from megatron_wsd.records import Record, begun_at, is_void, of_kind, phases, read_islands
+from megatron_wsd.control import ControlFolder, told
+from megatron_wsd.curves import of_one
+from megatron_wsd.data.phases import planned_mixes
+from megatron_wsd.errors import MegatronWSDError
+from megatron_wsd.lineage import own_orders
+from megatron_wsd.picture import start_times, stretches
+from megatron_wsd.records import Record, anchors, is_void, of_kind, position, read_islands
+from megatron_wsd.rundir import RunDir, flat
 
 _FAULTS = {
     "alone": "island gone",
@@ -31,7 +37,7 @@ class Decision:
     """Something that the operator or the schedule decided while the run went on.
 
     Attributes:
-        step: inner steps at which it was taken up.
+        step: of the run, at which the islands agreed on it.
         texts: what was decided there.
     """
 
@@ -46,7 +52,7 @@ class Fault:
     Attributes:
         seconds: since the run began.
         island: that recorded it.
-        step: inner steps of that island.
+        step: of the run, where that island stood.
         what: kind of it, in words.
         text: as recorded.
         count: how often in a row.
@@ -95,18 +101,24 @@ class RunFacts:
         self.summary = report.summarise(folder)
         self.about = _json(self.folder / "run.json")
         self.config = _json(self.folder / "config.json")
-        self.orders = ControlFolder(self.folder).accepted()
 
     @property
     def asynchronous(self) -> bool:
-        """Whether training went on while rounds were under way."""
-        mode = self.config.get("megatron_wsd", {}).get("sync", {}).get("mode")
-        return mode == "async"
+        """Whether training went on while rounds were under way, and islands counted steps of their own."""
+        return bool(self.summary["asynchronous"])
 
     @cached_property
     def steps(self) -> dict[int, list[Record]]:
         """The logged inner steps of each island."""
         return {i: of_kind(records, "step") for i, records in self.islands.items()}
+
+    @cached_property
+    def stretches(self) -> dict[int, list[list[Record]]]:
+        """The logged inner steps of each island, cut where it was away."""
+        return {
+            i: stretches(steps, start_times(self.islands[i], self.asynchronous))
+            for i, steps in self.steps.items()
+        }
 
     @cached_property
     def rounds(self) -> dict[int, list[Record]]:
@@ -130,20 +142,25 @@ class RunFacts:
             (r["time"] for records in self.islands.values() for r in records if "time" in r), default=0.0
         )
 
-    @cached_property
-    def _begun_step(self) -> int:
-        return begun_at([r for records in self.islands.values() for r in records])
+    @property
+    def begun_step(self) -> int:
+        """Step of the run at which it began: 0, but for a branch."""
+        spans = self.summary["phases"]
+        return int(spans[0]["first_step"]) - 1 if spans else 0
 
     @cached_property
     def _positions(self) -> tuple[list[int], list[float]]:
-        known = sorted({r["step"]: r["tokens"] for steps in self.steps.values() for r in steps}.items())
+        known: dict[int, float] = {}
+        for record in (r for steps in self.steps.values() for r in steps):
+            known[position(record)] = max(known.get(position(record), 0.0), float(record["tokens"]))
+        at = sorted(known)
         # What a lost island had trained since the last round is no longer counted: tokens never run back.
-        return [step for step, _ in known], list(accumulate((float(t) for _, t in known), max))
+        return at, list(accumulate((known[step] for step in at), max))
 
     def tokens(self, step: int) -> float:
-        """Tokens over all islands at an inner step, between logged ones by a straight line."""
+        """Tokens over all islands at a step of the run, between logged ones by a straight line."""
         at, tokens = self._positions
-        begun = self._begun_step
+        begun = self.begun_step
         if not at or step <= begun:
             return 0.0 if not at or begun == 0 else tokens[0] * begun / max(at[0], 1)
         i = bisect_left(at, step)
@@ -166,18 +183,33 @@ class RunFacts:
     @cached_property
     def phases(self) -> list[tuple[str, float, float]]:
         """Name, and tokens at its beginning and end, of each phase passed."""
-        longest = max(self.steps.values(), key=len, default=[])
-        spans = phases(longest, self._begun_step)
+        spans = [(p["phase"], p["first_step"], p["last_step"]) for p in self.summary["phases"]]
         return [(name, self.tokens(first - 1), self.tokens(last)) for name, first, last in spans]
 
     @cached_property
+    def extent(self) -> tuple[float, float]:
+        """Tokens where the run began, and the most that were logged or validated."""
+        validated = (tokens for points in self.anchors.values() for tokens, _ in points)
+        return self.tokens(self.begun_step), max((self._positions[1] or [1.0])[-1], *validated, 1.0)
+
+    @cached_property
+    def anchors(self) -> dict[str, list[tuple[float, float | None]]]:
+        """(committed tokens, loss) of the validations of the anchor by corpus, one for each round."""
+        found = anchors([r for records in self.islands.values() for r in records])
+        return {
+            corpus: [(float(r.get("tokens", self.tokens(position(r)))), r["loss"]) for r in validated]
+            for corpus, validated in found.items()
+        }
+
+    @cached_property
     def decisions(self) -> list[Decision]:
-        """Orders and switches of the data mix, by step; what all islands took up at one step is one."""
+        """Orders and switches of the data mix, by step; all islands say the same of one."""
         said: dict[int, dict[str, None]] = {}
         for records in self.islands.values():
             for record in records:
                 if record["kind"] == "event" and record["event"] in ("order", "mix"):
-                    said.setdefault(record["step"], {})[_without_step(record["message"])] = None
+                    step, text = _step_and_text(record["message"])
+                    said.setdefault(position(record) if step is None else step, {})[text] = None
         return [Decision(step, tuple(texts)) for step, texts in sorted(said.items())]
 
     @cached_property
@@ -195,9 +227,10 @@ class RunFacts:
                     continue
                 text = record.get("message") or record.get("reason") or ""
                 if kind == "start":
-                    text = f"{'resumed' if record.get('resumed') else 'fresh'} at step {record['step']}"
+                    text = f"{'resumed' if record.get('resumed') else 'fresh'} at step {position(record)}"
                 seconds = record.get("time", self.begun) - self.begun
-                found.append(Fault(seconds, island, record["step"], _FAULTS[kind], _without_step(text)))
+                where, what = position(record), _step_and_text(text)[1]
+                found.append(Fault(seconds, island, where, _FAULTS[kind], what))
         found.sort(key=lambda f: f.seconds)
         merged = []
         for _, group in groupby(found, key=lambda f: (f.island, f.what, f.text)):
@@ -242,6 +275,32 @@ class RunFacts:
         up, stopped = sum(t.up for t in self.times.values()), sum(t.stopped for t in self.times.values())
         return Time(up, 0.0, stopped).utilisation
 
+    @cached_property
+    def decided(self) -> dict[str, str]:
+        """The schedule with everything that was decided, the mixes and the orders, in words by name.
+
+        Empty if the folder tells no WSD schedule.
+        """
+        run = RunDir(self.folder)
+        try:
+            curve = of_one(run, self.name)
+        except (MegatronWSDError, OSError):
+            return {}
+        found = {"peak": f"{curve.peak:g}", "warm-up": f"{curve.schedule.warmup_steps:,}"}
+        for i, decay in enumerate(curve.schedule.decays, 1):
+            name = f"decay {i}" if len(curve.schedule.decays) > 1 else "decay"
+            found[f"{name}: start"] = f"{decay.start:,}"
+            found[f"{name}: length"] = f"{decay.length:,}"
+            found[f"{name}: shape"] = decay.shape
+            found[f"{name}: minimum, of the peak"] = f"{decay.min_lr_ratio:g}"
+            found[f"{name}: then"] = decay.then
+        mixes = self.config["megatron_wsd"].get("data", {}).get("mixes", {})
+        switches = planned_mixes(curve.schedule, ControlFolder(self.folder).accepted(), mixes)
+        found["data mix"] = ", ".join(["stable", *(f"{mix} from {start:,}" for start, mix in switches)])
+        orders = [f"step {order['step']}: {told(order)}" for order in own_orders(run)]
+        found["orders"] = "; ".join(orders) or "none"
+        return found
+
     @property
     def loss(self) -> float | None:
         """Final loss: the mean over corpora of the newest validation of the anchor, else of training."""
@@ -273,10 +332,11 @@ def _time(records: list[Record], asynchronous: bool) -> Time:
     return Time(up, exchange, min(pauses, up) if asynchronous else exchange)
 
 
-def _without_step(text: str) -> str:
-    """``island 1 is gone`` of ``step 20: island 1 is gone``: the step has a column of its own."""
+def _step_and_text(text: str) -> tuple[int | None, str]:
+    """20 and ``island 1 is gone`` of ``step 20: island 1 is gone``: the step has a column of its own."""
     head, colon, rest = text.partition(": ")
-    return rest if colon and head.startswith("step ") and head[5:].isdigit() else text
+    told_step = colon and head.startswith("step ") and head[5:].isdigit()
+    return (int(head[5:]), rest) if told_step else (None, text)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -289,11 +349,18 @@ def _json(path: Path) -> dict[str, Any]:
 
 def differences(runs: list[RunFacts]) -> list[tuple[str, list[str]]]:
     """The fields of the configs that are not the same in all runs: dotted name, and the value in each."""
-    from megatron_wsd.rundir import flat
+    each = [{name: json.dumps(value) for name, value in flat(run.config).items()} for run in runs]
+    return _differing(each, sorted({name for config in each for name in config}))
 
-    each = [flat(run.config) for run in runs]
-    names = sorted({name for config in each for name in config})
-    rows = [(name, [json.dumps(c[name]) if name in c else "(absent)" for c in each]) for name in names]
+
+def decided_differently(runs: list[RunFacts]) -> list[tuple[str, list[str]]]:
+    """What of schedule, mixes and orders is not the same in all runs: its name, and what it is in each."""
+    each = [run.decided for run in runs]
+    return _differing(each, list(dict.fromkeys(name for run in each for name in run)))
+
+
+def _differing(each: list[dict[str, str]], names: list[str]) -> list[tuple[str, list[str]]]:
+    rows = [(name, [one.get(name, "(absent)") for one in each]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 

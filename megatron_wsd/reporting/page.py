@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import megatron_wsd
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.lineage import children, root_of
 from megatron_wsd.records import island_folders
-from megatron_wsd.report import has_steps, human_bytes, summarise
+from megatron_wsd.report import has_steps, human_bytes, summarise, why_other_tokens
 from megatron_wsd.reporting import charts
-from megatron_wsd.reporting.facts import RunFacts, differences
+from megatron_wsd.reporting.facts import RunFacts, decided_differently, differences
+from megatron_wsd.reporting.pieces import Html, duration, figure, number, percent, table, when
 from megatron_wsd.reporting.style import STYLE
 from megatron_wsd.rundir import RunDir
 
-_MOST_ROWS = 200  # of a table: a run that was void for a night makes no page of a night
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_page(run_dir: Path, out: Path, compare: Sequence[Path] = ()) -> None:
@@ -67,66 +66,9 @@ def page(runs: Sequence[RunFacts]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(run.name)} - megatron_wsd</title><style>{STYLE}</style></head><body><main>"
         f"{_head(run)}<nav>{links}</nav>{sections}"
-        f'<p class="note">Written by megatron_wsd {megatron_wsd.__version__} on {_when(None)}.</p>'
+        f'<p class="note">Written by megatron_wsd {megatron_wsd.__version__} on {when(None)}.</p>'
         "</main></body></html>\n"
     )
-
-
-# ---- pieces ----
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", numbers: Sequence[int] = ()
-) -> str:
-    """A table; cells are escaped unless they are `_Html`, those of the columns ``numbers`` stand right."""
-
-    def cell(tag: str, i: int, value: Any) -> str:
-        text = value if isinstance(value, _Html) else escape(str(value))
-        scope = ' scope="col"' if tag == "th" else ""
-        right = ' class="n"' if i in numbers else ""
-        return f"<{tag}{scope}{right}>{text}</{tag}>"
-
-    top = "".join(cell("th", i, name) for i, name in enumerate(head))
-    body = "".join(
-        f"<tr>{''.join(cell('td', i, value) for i, value in enumerate(row))}</tr>"
-        for row in rows[:_MOST_ROWS]
-    )
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    more = f'<p class="note">and {len(rows) - _MOST_ROWS:,} more</p>' if len(rows) > _MOST_ROWS else ""
-    table = f"<table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{table}</div>{more}'
-
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-
-class _Html(str):
-    """Text that is html already."""
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-def _when(stamp: float | None) -> str:
-    moment = datetime.now(timezone.utc) if stamp is None else datetime.fromtimestamp(stamp, timezone.utc)
-    return moment.strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 # ---- sections ----
@@ -139,21 +81,25 @@ def _head(run: RunFacts) -> str:
     ranks = f" of {about['ranks']} rank{'s' * (about['ranks'] != 1)}" if about.get("ranks") else ""
     parts.append(f"{islands} island{'s' * (islands != 1)}{ranks}")
     parts.append("asynchronous rounds" if run.asynchronous else "synchronous rounds")
-    parts += [f"begun {_when(run.begun)}"] if run.begun else []
+    parts += [f"begun {when(run.begun)}"] if run.begun else []
     void = max((i["rounds_void"] for i in summary["islands"]), default=0)
     went = sum(f.count for f in run.faults if f.what == "island gone")
     heals = sum(i["heals"] for i in summary["islands"])
     ends = ", ".join(dict.fromkeys(_END.get(i["end"], i["end"]) for i in summary["islands"]))
     kind = "of the anchor, mean over corpora" if summary["anchor"] else "of training"
+    inherited, up, wall = (summary[k] for k in ("tokens_inherited", "running_seconds", "wall_seconds"))
+    own = f"; {summary['tokens'] - inherited:,} its own" if inherited else ""
+    local = "" if summary["tokens_are"] == "committed" else ", with local progress"
+    over = f"over {duration(wall)} of wall time; " if wall - up >= 1 else ""
     tiles = [
-        ("Final loss", _number(run.loss), f"nats a token, {kind}"),
-        ("Tokens", f"{summary['tokens']:,}", "over all islands"),
-        ("Wall time", _duration(summary["wall_seconds"]), ends),
+        ("Final loss", number(run.loss), f"nats a token, {kind}"),
+        ("Tokens", f"{summary['tokens']:,}", f"{summary['tokens_are']} over all islands{local}{own}"),
+        ("Time running", duration(up), over + ends),
         ("Outer rounds", f"{summary['rounds_committed']:,}", f"committed; {void:,} void"),
         ("Exchanged", human_bytes(summary["bytes_exchanged"]), "all ranks, sent and received"),
         (
             "Utilisation",
-            _percent(run.utilisation),
+            percent(run.utilisation),
             "of the time training went on",
         ),
         ("Islands lost", f"{went:,}", f"and {heals:,} times healed"),
@@ -170,21 +116,21 @@ _END = {"finish": "finished", "stop": "stopped and saved"}
 
 def _loss(run: RunFacts) -> str:
     spans = ", ".join(f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in run.summary["phases"])
-    caption = f"Phases by inner step: {spans}. Thin lines are logged values, thick ones running means."
+    caption = f"Phases by step of the run: {spans}. Thin lines are logged values, thick ones running means."
     if run.decisions:
         caption += " Numbers mark decisions, listed below."
     rows = [
-        [number, decision.step, f"{run.tokens(decision.step):,.0f}", "; ".join(decision.texts)]
-        for number, decision in enumerate(run.decisions, 1)
+        [k, decision.step, f"{run.tokens(decision.step):,.0f}", "; ".join(decision.texts)]
+        for k, decision in enumerate(run.decisions, 1)
     ]
-    table = _table(["", "step", "tokens", "decision"], rows, "Decisions", (1, 2)) if rows else ""
+    decided = table(["", "step", "tokens", "decision"], rows, "Decisions", (1, 2)) if rows else ""
     anchor = [
-        [corpus, _number(a["loss"]), a["step"], _number(a["unigram_entropy"])]
+        [corpus, number(a["loss"]), a["step"], number(a["unigram_entropy"])]
         for corpus, a in run.summary["anchor"].items()
     ]
     head = ["corpus", "loss, nats a token", "at step", "unigram entropy"]
-    last = _table(head, anchor, "Last validation of the anchor", (1, 2, 3)) if anchor else ""
-    return _figure(charts.loss_and_rate(run), caption) + table + last
+    last = table(head, anchor, "Last validation of the anchor", (1, 2, 3)) if anchor else ""
+    return figure(charts.loss_and_rate(run), caption) + decided + last
 
 
 def _islands(run: RunFacts) -> str:
@@ -195,7 +141,7 @@ def _islands(run: RunFacts) -> str:
             [
                 island["island"],
                 f"{island['last_step']:,}",
-                f"{_number(start)} to {_number(end)}",
+                f"{number(start)} to {number(end)}",
                 island["rounds_committed"],
                 island["rounds_void"],
                 island["rounds_alone"],
@@ -204,8 +150,9 @@ def _islands(run: RunFacts) -> str:
                 _END.get(island["end"], island["end"]),
             ]
         )
-    head = ["island", "steps", "training loss", "rounds", "void", "alone", "healed", "starts", "end"]
-    return _table(head, rows, "", range(8))
+    steps = "steps of its own" if run.asynchronous else "steps"
+    head = ["island", steps, "training loss", "rounds", "void", "alone", "healed", "starts", "end"]
+    return table(head, rows, "", range(8))
 
 
 def _staleness(run: RunFacts) -> str:
@@ -224,15 +171,15 @@ def _staleness(run: RunFacts) -> str:
         gates = [gate for _, gate in run.gates.get(island, [])]
         mean_gate = sum(gates) / len(gates) if gates else None
         rows.append(
-            [island, count, f"{mean:.2f}", max(counts), _number(mean_gate), _number(min(gates, default=None))]
+            [island, count, f"{mean:.2f}", max(counts), number(mean_gate), number(min(gates, default=None))]
         )
     head = ["island", "contributions", "mean age", "oldest", "mean gate", "least gate"]
     lags = [[i, len(v), f"{sum(v) / len(v):.2f}", max(v)] for i, v in run.lags.items()]
-    adopted = _table(
+    adopted = table(
         ["island", "adoptions", "mean lag", "largest"], lags, "Versions behind at adoption", range(4)
     )
     return (
-        _figure(charts.staleness(run), caption) + _table(head, rows, "", range(6)) + (adopted if lags else "")
+        figure(charts.staleness(run), caption) + table(head, rows, "", range(6)) + (adopted if lags else "")
     )
 
 
@@ -246,14 +193,14 @@ def _exchange(run: RunFacts) -> str:
             if share is None
             else f'<span class="bar"><span style="width:{100 * share:.1f}%"></span></span>'
         )
-        told = _percent(share)
+        told = percent(share)
         rows.append(
             [
                 island,
                 human_bytes(moved[island]),
-                _duration(time.up),
-                _duration(time.exchange),
-                _Html(bar + told),
+                duration(time.up),
+                duration(time.exchange),
+                Html(bar + told),
             ]
         )
     head = ["island", "exchanged", "time up", "in rounds", "utilisation"]
@@ -266,17 +213,17 @@ def _exchange(run: RunFacts) -> str:
             else "Utilisation is the share of the time up that was not spent in rounds."
         )
     )
-    return _figure(charts.exchange(run), caption) + _table(head, rows, "", (0, 1, 2, 3))
+    return figure(charts.exchange(run), caption) + table(head, rows, "", (0, 1, 2, 3))
 
 
 def _faults(run: RunFacts) -> str:
     caption = "A bar while the island trained; gaps where it was away."
-    drawn = _figure(charts.presence(run), caption)
+    drawn = figure(charts.presence(run), caption)
     if not run.faults:
         return drawn + "<p>None: no round was void, and no island was away.</p>"
     rows = [
         [
-            f"+{_duration(f.seconds)}",
+            f"+{duration(f.seconds)}",
             f.island,
             f.step,
             f.what + (f" ({f.count} x)" if f.count > 1 else ""),
@@ -284,7 +231,7 @@ def _faults(run: RunFacts) -> str:
         ]
         for f in run.faults
     ]
-    return drawn + _table(["when", "recorded by island", "step", "what", "told"], rows, "", (0, 1, 2))
+    return drawn + table(["when", "recorded by island", "step", "what", "told"], rows, "", (0, 1, 2))
 
 
 def _consumed(run: RunFacts) -> str:
@@ -302,25 +249,32 @@ def _consumed(run: RunFacts) -> str:
     if not rows:
         return ""
     head = [*["from"] * ("inherited" in data), "mix", "corpus", "samples", "tokens", "epochs"]
-    return _table(head, rows, "", range(len(head) - 3, len(head)))
+    note = why_other_tokens(run.summary)
+    drawn = table(head, rows, "", range(len(head) - 3, len(head)))
+    return drawn + (f'<p class="note">{note}</p>' if note else "")
 
 
 def _checkpoints(run: RunFacts) -> str:
     rows = []
+    own_steps = run.asynchronous
     for island, folder in island_folders(run.folder).items():
         store = CheckpointStore(folder / "checkpoints", 2)
         for path in sorted(store.root.glob("step_" + "[0-9]" * 8)):
             step = int(path.name.removeprefix("step_"))
             content = store.manifest(step)
             if content is None:
-                rows.append([island, step, "-", "-", "-", _Html('<span class="bad">torn, ignored</span>')])
+                torn = Html('<span class="bad">torn, ignored</span>')
+                rows.append([island, step, *["-"] * (3 + own_steps), torn])
                 continue
             size = human_bytes(sum(content["files"].values()))
-            written = _when((path / "checkpoint.json").stat().st_mtime)
+            written = when((path / "checkpoint.json").stat().st_mtime)
             tokens = f"{content['tokens']:,}" if "tokens" in content else "-"
-            rows.append([island, step, content.get("outer_step", "-"), tokens, size, written])
-    head = ["island", "step", "round", "tokens", "size", "complete since"]
-    kept = _table(head, rows, "Checkpoints on disk", range(5)) if rows else "<p>No checkpoint on disk.</p>"
+            at = [content.get("schedule", {}).get("position", "-")] * own_steps
+            rows.append([island, step, *at, content.get("outer_step", "-"), tokens, size, written])
+    head = ["island", *(["own step", "step of the run"] if own_steps else ["step"])]
+    head += ["round", "tokens", "size", "complete since"]
+    kept = table(head, rows, "Checkpoints on disk", range(len(head) - 1))
+    kept = kept if rows else "<p>No checkpoint on disk.</p>"
     return kept + _lineage(run)
 
 
@@ -338,15 +292,14 @@ def _lineage(run: RunFacts) -> str:
         if not has_steps(path):
             return f"{text}: not trained yet"
         found = summarise(path)
-        losses = ", ".join(f"{c} {_number(a['loss'])}" for c, a in sorted(found["anchor"].items()))
-        last = max(i["last_step"] for i in found["islands"])
-        return f"{text}: step {last:,}, {found['tokens']:,} tokens" + (
+        losses = ", ".join(f"{c} {number(a['loss'])}" for c, a in sorted(found["anchor"].items()))
+        return f"{text}: step {found['position']:,}, {found['tokens']:,} tokens" + (
             escape(f"; anchor {losses}") if losses else ""
         )
 
     def grow(path: Path, name: str, origin: str) -> str:
         run_dir = RunDir(path)
-        below = "".join(grow(p, n, f", from step {s}") for n, s, p in children(run_dir))
+        below = "".join(grow(c.path, c.name, f", from step {c.position}") for c in children(run_dir))
         return f"<li>{label(path, name, origin)}{f'<ul>{below}</ul>' if below else ''}</li>"
 
     root = root_of(own)
@@ -358,25 +311,30 @@ def _compare(runs: Sequence[RunFacts]) -> str:
     rows = [
         [
             name,
-            _number(run.loss),
+            number(run.loss),
             f"{run.summary['tokens']:,}",
             f"{run.summary['rounds_committed']:,}",
             human_bytes(run.summary["bytes_exchanged"]),
-            _duration(run.summary["wall_seconds"]),
-            _percent(run.utilisation),
+            duration(run.summary["running_seconds"]),
+            percent(run.utilisation),
         ]
         for name, run in zip(names, runs, strict=True)
     ]
-    head = ["run", "final loss", "tokens", "rounds", "exchanged", "wall time", "utilisation"]
-    table = _table(head, rows, "", range(1, 7))
-    changed = [[_Html(f"<code>{escape(field)}</code>"), *values] for field, values in differences(list(runs))]
+    head = ["run", "final loss", "tokens", "rounds", "exchanged", "time running", "utilisation"]
+    results = table(head, rows, "", range(1, 7))
+    changed = [[Html(f"<code>{escape(field)}</code>"), *values] for field, values in differences(list(runs))]
     diff = (
-        _table(["field", *names], changed, "Fields of the configs that differ")
+        table(["field", *names], changed, "Fields of the configs that differ")
         if changed
         else "<p>The configs are equal, field by field.</p>"
     )
+    decided = [[field, *values] for field, values in decided_differently(list(runs))]
+    if decided:
+        diff += table(["", *names], decided, "Schedule, mixes and orders that differ, in steps of the run")
+    elif any(run.decided for run in runs):
+        diff += "<p>Schedule, mixes and orders are equal.</p>"
     caption = "Training is the mean over islands, smoothed; points are validations of the anchor."
-    return _figure(charts.comparison(runs), caption) + table + diff
+    return figure(charts.comparison(runs), caption) + results + diff
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:

@@ -12,7 +12,8 @@ from megatron_wsd.reporting.status import RunStatus
 
 # name of the metric -> (type, key of an island in the status, help)
 _OF_ISLANDS = {
-    "step": ("gauge", "step", "Inner steps."),
+    "step": ("gauge", "step", "Inner steps of the island."),
+    "position": ("gauge", "position", "Inner steps of the run, which the schedule follows."),
     "outer_step": ("gauge", "outer_step", "Committed outer rounds."),
     "loss": ("gauge", "loss", "Training loss, nats a token."),
     "learning_rate": ("gauge", "lr", "Inner learning rate."),

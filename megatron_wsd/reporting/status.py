@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import time
 from collections import deque
 from itertools import pairwise
@@ -13,8 +14,9 @@ from typing import Any
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.control import ControlFolder
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.records import Follow, Record, is_void, island_folders
-from megatron_wsd.rundir import holder
+from megatron_wsd.lineage import own_orders
+from megatron_wsd.records import Follow, Record, anchors, is_void, island_folders, position
+from megatron_wsd.rundir import RunDir, holder
 
 _QUIET_S = 60.0  # an island silent for longer than this, and than three of its usual gaps, is not going on
 _STARTING_S = 600.0  # from the last line of its log to the first record: imports, data, the engine
@@ -22,9 +24,9 @@ _STARTING_S = 600.0  # from the last line of its log to the first record: import
 
 # What the status says of every island; None is what is not known.
 _OF_AN_ISLAND = (
-    *("island", "state", "process", "age_s", "step", "outer_step", "loss", "lr", "phase", "tokens"),
-    *("tokens_per_s", "grad_norm", "staleness", "gate", "lag", "bytes", "rounds_committed", "rounds_void"),
-    *("round_s", "checkpoint"),
+    *("island", "state", "process", "log", "age_s", "step", "position", "outer_step", "loss", "lr", "phase"),
+    *("tokens", "tokens_per_s", "grad_norm", "staleness", "gate", "lag", "bytes"),
+    *("rounds_committed", "rounds_void", "round_s", "checkpoint"),
 )
 
 
@@ -47,6 +49,8 @@ class RunStatus:
     def look(self, now: float | None = None) -> dict[str, Any]:
         """The status as a json-able dict.
 
+        ``step`` of an island counts inner steps of its own, ``position`` those of the run, which the schedule
+        follows; in synchronous mode they are one.
         Ages and times are in seconds, losses in nats a token, bytes over all ranks of an island, sent and
         received.
 
@@ -61,12 +65,18 @@ class RunStatus:
         newest = _newest_round(seen)
         here = holder(self.path / "launch.lock") is not None
         count = max([facts.get("islands") or 0, *(i + 1 for i in seen)])
+        offered = _contributions(seen)
         islands = [
             seen[i].status(now, newest, launched_here=here) if i in seen else _elsewhere(i, newest, now)
             for i in range(count)
         ]
-        control = ControlFolder(self.path)
-        orders = {"pending": _pending(control), "accepted": control.accepted()}
+        for island in islands:
+            record = offered.get(island["island"], {})
+            for key, each in (("staleness", "staleness"), ("gate", "gates")):
+                island[key] = record.get(each, {}).get(str(island["island"]))
+        control, own = ControlFolder(self.path), own_orders(RunDir(self.path))
+        inherited = len(control.accepted()) - len(own)
+        orders = {"pending": _pending(control), "accepted": own, "inherited": control.accepted()[:inherited]}
         running = [i for i in islands if i["state"] == "running"]
         ahead = max(islands, key=lambda i: i["tokens"] or 0, default={})
         return {
@@ -81,8 +91,10 @@ class RunStatus:
             "parent": (facts.get("parent") or {}).get("path"),
             "mode": sync.get("mode", "sync"),
             "outer_step": max((i["outer_step"] for i in islands if i["outer_step"] is not None), default=0),
+            "position": max((i["position"] for i in islands if i["position"] is not None), default=0),
             "tokens": ahead.get("tokens"),
             "phase": ahead.get("phase"),
+            "lr": ahead.get("lr"),
             "tokens_per_s": sum(i["tokens_per_s"] or 0.0 for i in running),
             "bytes": sum(i["bytes"] for i in islands),
             "anchor": _anchor(seen),
@@ -109,6 +121,7 @@ class _Island:
         self.end: Record = {}
         self.evals: dict[str, Record] = {}
         self.fragments: dict[int, Record] = {}
+        self.contributions: dict[int, Record] = {}  # of every island, the newest committed round with one
         self.bytes = self.committed = self.void = self.void_in_a_row = 0
 
     def read(self) -> None:
@@ -142,6 +155,7 @@ class _Island:
             return
         self.committed, self.void_in_a_row = self.committed + 1, 0
         self.commit = record
+        self.contributions |= dict.fromkeys(map(int, record.get("staleness") or ()), record)
         if record.get("fragment") is not None:
             self.fragments[record["fragment"]] = record
 
@@ -154,28 +168,22 @@ class _Island:
         """This island's part of `RunStatus.look`."""
         process = holder(self.folder / "lock")
         age = max(0.0, now - self.last["time"]) if self.last else None
-        gate = newest.get("gates", {}).get(str(self.number))
-        staleness = newest.get("staleness", {}).get(str(self.number))
-        for record in self.fragments.values():  # asynchronous rounds have few contributors each
-            if staleness is None:
-                staleness = record.get("staleness", {}).get(str(self.number))
-                gate = record.get("gates", {}).get(str(self.number))
         rounds = [r["outer_step"] for r in (self.commit, self.round) if r.get("outer_step") is not None]
         return {
             "island": self.number,
             "state": self._state(now, age, process, newest, launched_here),
             "process": process,
+            "log": str(self.folder / "log.txt"),
             "age_s": age,
-            "step": max((r.get("step", 0) for r in (self.step, self.round, self.last)), default=0),
+            "step": max(r.get("step", 0) for r in (self.step, self.last)),
+            "position": max((position(r) for r in (self.step, self.last) if r), default=0),
             "outer_step": max(rounds, default=None),
             "loss": self.step.get("loss"),
             "lr": self.step.get("lr"),
             "phase": self.step.get("phase"),
-            "tokens": self.step.get("tokens"),
+            "tokens": self.end.get("tokens", self.step.get("tokens")),
             "tokens_per_s": self.step.get("tokens_per_s"),
             "grad_norm": self.step.get("grad_norm"),
-            "staleness": staleness,
-            "gate": gate,
             "lag": self.adopt.get("lag"),
             "bytes": self.bytes,
             "rounds_committed": self.committed,
@@ -196,6 +204,8 @@ class _Island:
         if self.end:
             return "finished" if self.end["event"] == "finish" else "stopped"
         if age is None:
+            if process is None and _ended_here(self.folder / "lock"):
+                return "failed"
             return "starting" if process is not None or self._log_age(now) < _STARTING_S else "lost"
         if process is not None:
             return "running" if age <= self.quiet_s else "silent"
@@ -203,6 +213,14 @@ class _Island:
         # round leave out who does not answer.
         left_out = newest.get("time", 0.0) > self.last["time"] and self.number not in newest["islands"]
         return "lost" if launched_here or left_out or age > self.quiet_s else "running"
+
+
+def _ended_here(lock: Path) -> bool:
+    """Whether a lock file that nobody has open is that of a process of this machine."""
+    try:
+        return lock.read_text().split()[1:] == [socket.gethostname()]
+    except OSError:
+        return False
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -224,6 +242,16 @@ def _newest_round(seen: dict[int, _Island]) -> Record:
     return max((i.commit for i in seen.values()), key=lambda r: r.get("time", 0.0), default={})
 
 
+def _contributions(seen: dict[int, _Island]) -> dict[int, Record]:
+    """Of every island the newest committed round that it contributed to, whoever recorded it."""
+    found: dict[int, Record] = {}
+    for island in seen.values():
+        for number, record in island.contributions.items():
+            if record["outer_step"] >= found.get(number, record)["outer_step"]:
+                found[number] = record
+    return found
+
+
 def _elsewhere(number: int, newest: Record, now: float) -> dict[str, Any]:
     """An island whose folder is not on this disk: what the rounds of the others tell of it."""
     here = number in newest.get("islands", ()) and now - newest["time"] <= 10 * _QUIET_S
@@ -233,19 +261,18 @@ def _elsewhere(number: int, newest: Record, now: float) -> dict[str, Any]:
         "bytes": 0,
         "rounds_committed": 0,
         "rounds_void": 0,
-        "staleness": newest.get("staleness", {}).get(str(number)),
-        "gate": newest.get("gates", {}).get(str(number)),
     }
 
 
 def _newest_checkpoint(root: Path) -> dict[str, Any] | None:
-    """Step, rounds and time of the newest complete checkpoint."""
+    """Step of the island, position, rounds and time of the newest complete checkpoint."""
     store = CheckpointStore(root, 2)
     for folder in sorted(root.glob("step_" + "[0-9]" * 8), reverse=True):
         step = int(folder.name.removeprefix("step_"))
         if (content := store.manifest(step)) is not None:
             written = (folder / "checkpoint.json").stat().st_mtime
-            return {"step": step, "outer_step": content.get("outer_step"), "time": written}
+            stood = content.get("schedule", {}).get("position", step)
+            return {"step": step, "position": stood, "outer_step": content.get("outer_step"), "time": written}
     return None
 
 
@@ -258,12 +285,8 @@ def _pending(control: ControlFolder) -> dict[str, Any] | None:
 
 
 def _anchor(seen: dict[int, _Island]) -> dict[str, dict[str, Any]]:
-    newest: dict[str, Record] = {}
-    for island in seen.values():
-        for corpus, record in island.evals.items():
-            if record["step"] >= newest.get(corpus, record)["step"]:
-                newest[corpus] = record
-    return {c: {"loss": r["loss"], "step": r["step"]} for c, r in sorted(newest.items())}
+    found = anchors([record for island in seen.values() for record in island.evals.values()])
+    return {c: {"loss": r[-1]["loss"], "step": position(r[-1])} for c, r in found.items()}
 
 
 def _fragments(seen: dict[int, _Island]) -> list[dict[str, Any]]:
@@ -284,9 +307,9 @@ def _state(islands: list[dict[str, Any]]) -> str:
     if "starting" in states:
         return "starting"
     ended = states - {"elsewhere", "absent", "lost"}
-    if ended:
+    if ended - {"failed"}:
         return "finished" if "finished" in ended else "stopped"
-    return "lost" if "lost" in states else "not started"
+    return next((state for state in ("failed", "lost") if state in states), "not started")
 
 
 def _waiting(
@@ -304,10 +327,12 @@ def _waiting(
         record = seen.get(number)
         if state == "starting":
             told.append(f"island {number} is starting and has not recorded anything yet")
+        elif state == "failed":
+            told.append(f"island {number} failed before its first record; all it said: {island['log']}")
         elif state == "lost" and alive:
             told.append(f"island {number} is lost: start it again with --resume; the others go on if enough")
         elif state == "lost":
-            told.append(f"island {number} ended without a word: its log.txt tells why; go on with --resume")
+            told.append(f"island {number} ended without a word; {island['log']} tells why; --resume goes on")
         elif state == "absent" and (alive or not seen):
             told.append(f"island {number} has no folder here and is in no recent round")
         elif state == "silent":
@@ -321,7 +346,8 @@ def _waiting(
             if not record.step and record.last.get("kind") == "start":
                 told.append(f"island {number} has started and waits for the other islands or its first step")
             for part in (record.folder / "checkpoints").glob("step_*.part"):
-                told.append(f"island {number} is writing the checkpoint of step {_step_of(part)}")
+                own = "own " if sync.get("mode") == "async" else ""
+                told.append(f"island {number} is writing the checkpoint of {own}step {_step_of(part)}")
     if orders["pending"] is not None and alive:
         told.append(f"the order that waits ({orders['pending']['kind']}) is taken in the next outer round")
     running = [i for i in alive if i["state"] == "running"]

@@ -4,6 +4,7 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --paper: #ffffff; --ink: #1b1f24; --muted: #59636e; --grid: #dde2e7; --panel: #f5f7f9; --line: #d5dae0;
+  --shade: rgb(0 0 0 / .25);
   --bad: #c0232c; --good: #1a7f4b; --link: #0a5fb4;
   --phase-warmup: #fdf1d9; --phase-stable: #eaf4ea; --phase-decay: #e7ecfa; --phase-done: #f0f0f0;
   --series-0: #0a5fb4; --series-1: #c4560a; --series-2: #1a7f4b; --series-3: #7a3fa8;
@@ -13,6 +14,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171a; --ink: #e8eaed; --muted: #a2abb5; --grid: #2c3238; --panel: #1c2024; --line: #343b42;
+    --shade: rgb(255 255 255 / .3);
     --bad: #ff7b78; --good: #67d39b; --link: #6cb2ff;
     --phase-warmup: #2e2716; --phase-stable: #18291c; --phase-decay: #1c2338; --phase-done: #23262a;
     --series-0: #6cb2ff; --series-1: #ffab5e; --series-2: #67d39b; --series-3: #c9a0f2;
@@ -32,6 +34,7 @@ nav { font-size: .9rem; margin: 1.5rem 0 0; display: flex; flex-wrap: wrap; gap:
 a { color: var(--link); }
 dl.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .75rem;
   margin: 0; }
+@media (max-width: 32rem) { dl.tiles { grid-template-columns: 1fr 1fr; } }
 dl.tiles div { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem;
   padding: .7rem .9rem; }
 dl.tiles dt { color: var(--muted); font-size: .8rem; }
@@ -39,7 +42,12 @@ dl.tiles dd { margin: .1rem 0 0; font-size: 1.3rem; font-weight: 600; font-varia
 dl.tiles dd small { display: block; font-size: .78rem; font-weight: 400; color: var(--muted); }
 figure { margin: 1rem 0; }
 figcaption { color: var(--muted); font-size: .9rem; max-width: 44rem; }
-.wide { overflow-x: auto; }
+/* What is wider than the window is scrolled, and shaded at an edge behind which there is more. */
+.wide { overflow-x: auto; background:
+  linear-gradient(to right, var(--paper) 40%, transparent) left / 2.5rem 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 40%, transparent) right / 2.5rem 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) left / .8rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--shade), transparent) right / .8rem 100% no-repeat scroll; }
 .wide svg { display: block; width: 100%; min-width: 42rem; height: auto; }
 svg text { font-family: var(--font) !important; }
 table { border-collapse: collapse; font-size: .9rem; margin: .8rem 0; min-width: 50%; }
@@ -48,7 +56,8 @@ th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px soli
   vertical-align: top; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.wrap { overflow-wrap: anywhere; }
+td.short { white-space: nowrap; }
+td.long { min-width: 18rem; }
 .bar { display: inline-block; width: 8rem; height: .7rem; background: var(--series-1); border-radius: .2rem;
   overflow: hidden; vertical-align: baseline; margin-right: .6rem; }
 .bar span { display: block; height: 100%; background: var(--series-0); }

@@ -115,10 +115,10 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
             for rank in ranks_of(run, island):
                 rank.kill()
         output.close()
-    told = (tmp_path / "output.txt").read_text()
-    assert "the lighthouse has ended: starting it again" in told
+    output_text = (tmp_path / "output.txt").read_text()
+    assert "the lighthouse has ended: starting it again" in output_text
     for fault in FAULTS:
-        assert fault in told, f"{fault} did not happen"
+        assert fault in output_text, f"{fault} did not happen"
 
     # Whatever happened, both agree on every round that both know, and nobody went back.
     seen: dict[int, dict[int, dict[str, Any]]] = {}
@@ -144,6 +144,15 @@ def test_asynchronous_islands_survive_what_happens_to_them(tmp_path: Path) -> No
         for i in range(2)
     ]
     assert finals[0] == finals[1]
+    # Whoever validates the anchor of a round finds the same, and says the same of it.
+    told: dict[tuple[int, str], set[tuple[Any, ...]]] = {}
+    for e in (e for i in range(2) for e in records(run, i, "eval") if e["target"] == "anchor"):
+        what = (e["loss"], e["tokens"], e["position"])
+        told.setdefault((e["outer_step"], e["corpus"]), set()).add(what)
+    assert all(len(said) == 1 for said in told.values()), told
+    summary = json.loads((run / "summary.json").read_text())
+    spans = [(p["phase"], p["last_step"] - p["first_step"] + 1) for p in summary["phases"]]
+    assert spans[0] == ("warmup", 3) and spans[-1] == ("decay", 12)
     for island in range(2):
         assert records(run, island, "event")[-1]["event"] == "finish"
         assert not ranks_of(run, island)
@@ -158,7 +167,7 @@ def _a_branch_begins_where_each_island_stood(run: Path, branch: Path) -> None:
     flags = ("--decay-steps", 6, "--shape", "linear", "--run-dir", branch)
     say("branch", f"{run}@{stable}", "--name", "late", *flags)
     parent = json.loads((branch / "run.json").read_text())["parent"]
-    begins, batch = parent["step"], 8
+    begins, batch = parent["position"], 8
     assert 0 < begins <= stable
     for i in "01":
         assert (run / f"island_{i}" / "checkpoints" / f"step_{parent['steps'][i]:08d}").is_dir()
@@ -171,7 +180,7 @@ def _a_branch_begins_where_each_island_stood(run: Path, branch: Path) -> None:
         events = records(branch, island, "event")
         assert events[-1]["event"] == "finish"
         orders = [e["message"] for e in events if e["event"] == "order"]
-        assert orders == [f"step {begins}: decay of 6 steps (linear) from step {begins}"]
+        assert orders == [f"step {begins}: decay of 6 steps (linear) from step {begins}"], orders
         newest = max((branch / f"island_{island}" / "checkpoints").glob("step_*"))
         anchors.append(json.loads((newest / "outer" / "manifest.json").read_text())["digests"])
         steps = records(branch, island, "step")

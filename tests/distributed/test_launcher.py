@@ -174,7 +174,7 @@ def test_ctrl_c_lets_the_islands_save(tmp_path: Path) -> None:
 def test_one_island_goes_on_without_the_other_and_the_exit_code_tells(tmp_path: Path) -> None:
     with launched(tmp_path, ranks=1, steps=150) as launch:
         wait_for(lambda: has_rounds(launch, 0) and has_rounds(launch, 1), 180, "rounds")
-        supervisor = psutil.Process(int((launch.run_dir / "island_1" / "lock").read_text()))
+        supervisor = psutil.Process(int((launch.run_dir / "island_1" / "lock").read_text().split()[0]))
         below = supervisor.children(recursive=True)
         assert len(below) >= 3  # deepspeed's runner, its launcher and a rank, and the guard
         supervisor.kill()  # it alone: all below it must follow

@@ -1,10 +1,14 @@
-"""Run folders for the tests of the page: what two islands might have recorded."""
+"""Run folders for tests: what islands might have recorded and saved."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule import Schedule
+from megatron_wsd.schedule.plan import Plan
 
 T0 = 1_700_000_000.0
 
@@ -63,6 +67,63 @@ def write(folder: Path, islands: dict[int, list[dict[str, Any]]], **config: Any)
     (folder / "run.json").write_text(json.dumps(facts))
     sync = {"mode": "sync", "inner_steps": 10, **config}
     (folder / "config.json").write_text(json.dumps({"megatron_wsd": {"sync": sync}}))
+    return folder
+
+
+def checkpoint(
+    run: RunDir,
+    island: int,
+    step: int,
+    schedule: Schedule,
+    *,
+    position: int | None = None,
+    outer_step: int = 0,
+    committed: int | None = None,
+    taken: dict[int, int] | None = None,
+    spans: dict[str, int] | None = None,
+    digests: list[str] | None = None,
+    orders: tuple[list[dict[str, Any]], int] = ([], 0),
+    peak: float = 3e-3,
+    **more: Any,
+) -> Path:
+    """A checkpoint that holds no tensors, with the manifests that an island of two ranks would write.
+
+    Args:
+        run: whose.
+        island: that saved it.
+        step: inner steps of the island.
+        schedule: that it obeyed.
+        position: of the schedule; the step by default.
+        outer_step: committed rounds.
+        committed: position of what rounds have committed; ``position`` by default.
+        taken: by island, up to where its data are committed.
+        spans: committed steps; those of two islands and one fragment by default.
+        digests: of the outer state; some that follow from the step by default.
+        orders: those that all islands had committed, and how many of them the island had obeyed.
+        peak: of both param groups.
+        more: of the manifest.
+    """
+    position = step if position is None else position
+    committed = position if committed is None else committed
+    fragment = {"tokens": 1000 * committed, "taken": {str(i): n for i, n in (taken or {}).items()}}
+    counters = {
+        "outer_step": outer_step,
+        "inner_step": position,
+        "orders": orders[0],
+        "spans": spans or {"2": 2 * committed},
+        "fragments": [fragment],
+    }
+    outer = {
+        "digests": digests or [f"{step}a", f"{step}b"],
+        "counters": counters,
+        "extra": {"position": position, "orders": orders[1]},
+    }
+    plan = Plan((schedule, schedule), (peak, peak)).state_dict(position)
+    own = {"step": step, "files": {}, "outer_step": outer_step, "schedule": plan, "config": "c", **more}
+    folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
+    (folder / "outer").mkdir(parents=True)
+    (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
+    (folder / "checkpoint.json").write_text(json.dumps(own))
     return folder
 
 

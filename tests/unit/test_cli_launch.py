@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import event, start, step, write
+from run_folders import checkpoint, event, start, step, write
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -68,19 +68,14 @@ def ended(folder: Path, how: str, mode: str = "sync") -> RunDir:
     config = load_config(given, islands=2, ranks=2)
     write_json_atomic(run.config_json, config.resolved())
     write_json_atomic(run.run_json, {**run.facts(), "config_digest": config.digest()})
-    plan = {"schedules": [Schedule(5).with_decay(60, 20).state_dict()]}
+    schedule = Schedule(5).with_decay(60, 20)
     sampler = MixSampler({"broad": 100}, {"stable": {"broad": 1.0}}, seed=7, islands=2).state_dict()
+    more = {"sampler": sampler, "consumed": {"drawn": {}, "until": 0}}
     for island in range(2):
         for n in (20, 40, 60, 80):
             # In asynchronous mode one of them has come further by its own count.
-            place = run.island(island) / "checkpoints" / f"step_{n + 7 * island * (mode == 'async'):08d}"
-            (place / "outer").mkdir(parents=True)
-            counters = {"spans": {"2": 2 * n}, "fragments": [{"taken": {}}]}
-            outer = {"digests": ["a"], "counters": counters, "extra": {"position": n}}
-            (place / "outer" / "manifest.json").write_text(json.dumps(outer))
-            content = {"files": {}, "serial": n, "outer_step": n // 10, "schedule": plan, "sampler": sampler}
-            content["consumed"] = {"drawn": {}, "until": 0}
-            (place / "checkpoint.json").write_text(json.dumps(content))
+            own = n + 7 * island * (mode == "async")
+            checkpoint(run, island, own, schedule, position=n, outer_step=n // 10, serial=n, **more)
     return run
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_folders as folders
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
@@ -18,7 +19,6 @@ from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.curves import Curve, extent, of_run
 from megatron_wsd.rundir import RunDir, open_run
 from megatron_wsd.schedule import Batch, Schedule
-from megatron_wsd.schedule.plan import Plan
 
 CASES = json.loads((Path(__file__).parents[1] / "cases" / "wsd100.json").read_text())
 TINY = Path(__file__).parents[2] / "launch" / "configs" / "tiny_cpu.json"
@@ -209,23 +209,15 @@ def begin(tmp_path: Path) -> RunDir:
     return open_run(tmp_path / "base", load_config(config, islands=2, ranks=2), resume=False)
 
 
-def save(run: RunDir, step: int, schedule: Schedule, peak: float = 3e-3, islands: int = 2) -> None:
+def save(run: RunDir, step: int, schedule: Schedule, islands: int = 2, **more: Any) -> None:
     """What a checkpoint says about the schedule."""
-    plan = Plan((schedule, schedule), (peak, peak))
     for island in range(islands):
-        folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
-        (folder / "outer").mkdir(parents=True)
-        outer = {"digests": [f"{step}a", f"{step}b"], "counters": {"fragments": [{"taken": {}}]}}
-        (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
-        content = {"step": step, "files": {}, "schedule": plan.state_dict(step), "config": "c"}
-        (folder / "checkpoint.json").write_text(json.dumps(content))
+        folders.checkpoint(run, island, step, schedule, outer_step=step // 10, **more)
 
 
-def settle(run: RunDir, *orders: tuple[int, Order, dict[str, Any]]) -> None:
-    entries = [
-        {**o.model_dump(mode="json"), "number": o.number, "step": step, **more} for step, o, more in orders
-    ]
-    ControlFolder(run.path).settle(entries)
+def agreed(step: int, order: Order, **more: Any) -> dict[str, Any]:
+    """An order that the islands have committed."""
+    return {**order.model_dump(mode="json"), "number": order.number, "step": step, **more}
 
 
 def test_a_run_is_told_as_it_stands(tmp_path: Path) -> None:
@@ -234,21 +226,24 @@ def test_a_run_is_told_as_it_stands(tmp_path: Path) -> None:
     assert (told["name"], told["position"], told["end"]) == ("base", None, None)
 
     save(base, 40, Schedule(20))
-    save(base, 80, Schedule(20), peak=2e-3, islands=1)  # overridden, and on one island already
+    known = agreed(80, Order(length=50, nonce="in the checkpoint, and cancelled there"))
+    # overridden, and on one island already
+    save(base, 80, Schedule(20), peak=2e-3, islands=1, orders=([known], 1))
     (told,) = json.loads(run(base.path, "--json"))
     assert (told["peak"], told["position"], told["end"]) == (2e-3, 80, None)
     assert "stands at 80 steps: stable, next rate 0.002" in run(base.path)
 
     # orders after that checkpoint count, those before it are in it, and refused ones do not
-    settle(
-        base,
-        (80, Order(length=50, nonce="in the checkpoint, and cancelled there"), {}),
-        (90, Order(length=7, nonce="a"), {"refused": "no"}),
-        (100, Order(length=50, shape="linear", at=200, nonce="b"), {}),
-        (110, Order(kind="cancel", nonce="c"), {}),
-        (120, Order(length=60, shape="cosine", min_lr_ratio=0.1, nonce="d"), {}),
-        (130, Order(kind="override", fields={"decay_steps": "80 steps", "max_lr": 1e-3}, nonce="e"), {}),
-    )
+    changed = {"decay_steps": "80 steps", "max_lr": 1e-3}
+    orders = [
+        known,
+        agreed(90, Order(length=7, nonce="a"), refused="no"),
+        agreed(100, Order(length=50, shape="linear", at=200, nonce="b")),
+        agreed(110, Order(kind="cancel", nonce="c")),
+        agreed(120, Order(length=60, shape="cosine", min_lr_ratio=0.1, nonce="d")),
+        agreed(130, Order(kind="override", fields=changed, nonce="e")),
+    ]
+    ControlFolder(base.path).settle(orders)
     records = [{"kind": "start", "step": 0}, {"kind": "step", "step": 140, "lr": 1.0, "phase": "decay"}]
     base.metrics(1).write_text("".join(json.dumps(record) + "\n" for record in records))
     (told,) = json.loads(run(base.path, "--json", "--at", "120,200"))

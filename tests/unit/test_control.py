@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import run_folders as folders
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -14,7 +15,7 @@ from megatron_wsd.config import load_config
 from megatron_wsd.control import ControlFolder, Order, override_order
 from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import CheckpointError, ConfigError, ScheduleError
-from megatron_wsd.lineage import Parent, children, decay_of_branch, pinned_steps, root_of
+from megatron_wsd.lineage import Child, Parent, children, decay_of_branch, pinned_steps, root_of
 from megatron_wsd.rundir import RunDir, open_run
 from megatron_wsd.schedule import Schedule
 
@@ -24,16 +25,9 @@ CONFIG = Path(__file__).parents[2] / "launch" / "configs" / "tiny_cpu.json"
 def run_folder(tmp_path: Path, schedule: Schedule | None = None) -> RunDir:
     """A run with checkpoints of steps 10 and 20 on both islands."""
     run = open_run(tmp_path / "base", load_config(CONFIG, islands=2, ranks=2), resume=False)
-    state = (schedule or Schedule(5)).state_dict()
     for island in range(2):
         for step in (10, 20):
-            folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
-            (folder / "outer").mkdir(parents=True)
-            counters = {"fragments": [{"taken": {"0": step, "1": step}}]}
-            outer = {"digests": [f"{step}a", f"{step}b"], "counters": counters}
-            (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
-            content = {"step": step, "files": {}, "schedule": {"schedules": [state]}, "config": "c"}
-            (folder / "checkpoint.json").write_text(json.dumps(content))
+            folders.checkpoint(run, island, step, schedule or Schedule(5), taken={0: step, 1: step})
     return run
 
 
@@ -140,10 +134,11 @@ def test_a_branch_names_its_parent_and_changes_nothing_in_it(tmp_path: Path) -> 
     assert all(p.read_bytes() == content for p, content in before.items())
     child = RunDir(tmp_path / "base-code")
     parent = Parent.of(child)
-    assert parent is not None and parent.step == 10 and parent.path == run.path
+    assert parent is not None and parent.position == 10 and parent.path == run.path
     assert parent.order.data_mix == "decay" and parent.order.length == 5
     assert parent.checkpoint(1) == run.island(1) / "checkpoints" / "step_00000010"
-    assert children(run) == [("code", 10, child.path)] and pinned_steps(run, 1) == {10}
+    steps = {"0": 10, "1": 10}
+    assert children(run) == [Child("code", 10, steps, child.path)] and pinned_steps(run, 1) == {10}
     assert root_of(child).path == run.path
     code, text = cli("lineage", child.path)
     assert code == 0 and "base" in text and "code @10: not trained yet" in text

@@ -97,7 +97,7 @@ def start(step: int) -> dict[str, Any]:
 def test_what_a_restart_does_again_is_counted_once_and_what_was_rolled_back_never() -> None:
     run = [start(0), data(0, 8, 1), data(8, 16, 2), data(16, 24, 3)]
     assert committed(run) == {"stable": {"broad": 24}}
-    assert committed(run, outer_step=2) == {"stable": {"broad": 16}}
+    assert committed(run, until=16) == committed(run, until=23) == {"stable": {"broad": 16}}
     # All went back to sample 8, and ended at 12.
     assert committed([*run, start(8), data(8, 12, 2)]) == {"stable": {"broad": 12}}
     # One was killed, came back with an older checkpoint and was moved past the others' steps.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def test_wandb_gets_all_scalars_though_the_rank_ends_at_once(tmp_path: Path) -> 
         "megatron_wsd/round/outer_step": 1.0,
         "megatron_wsd/round/staleness/island_0": 3.0,
         "megatron_wsd/inner_step": 8.0,
+        "megatron_wsd/position": 8.0,
     }
     assert {name: steps[80][name] for name in told} == told
     assert not (tmp_path / "wandb").exists()
@@ -189,8 +191,23 @@ def test_islands_of_one_json_write_apart_and_nothing_else_is_changed(
 
 
 def test_what_is_no_number_is_no_scalar() -> None:
-    fields = {"step": 5, "phase": "stable", "loss": None, "islands": [0], "gates": {"0": None, "1": 0.5}}
+    fields = {"step": 9, "position": 5, "phase": "stable", "loss": None, "islands": [0]}
+    fields["gates"] = {"0": None, "1": 0.5}
     assert scalars("step", fields) == [("megatron_wsd/step/gates/island_1", 0.5, 5)]
+
+
+def test_a_record_has_the_step_of_its_island_and_of_the_run(tmp_path: Path) -> None:
+    sent: list[tuple[str, float, int]] = []
+    master: Any = SimpleNamespace(csv_monitor=SimpleNamespace(write_events=sent.extend))
+    metrics = Metrics(tmp_path / "m", Monitors(master, 8))
+    metrics.write("step", step=10, loss=2.5)
+    metrics.position = lambda: 4
+    metrics.write("step", step=12, loss=2.25)
+    metrics.write("eval", step=12, position=3, target="anchor", corpus="broad", loss=2.0)
+    metrics.close()
+    records = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [(r["step"], r["position"]) for r in records] == [(10, 10), (12, 4), (12, 3)]
+    assert [x for _, _, x in sent] == [10, 4, 3], "islands of unequal speed are drawn by the step of the run"
 
 
 def test_a_line_carries_island_and_rank(

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_wsd import report
-from megatron_wsd.picture import _smooth, _stretches
+from megatron_wsd.picture import _smooth, stretches
 from megatron_wsd.records import of_kind, phases, read_metrics
 
 
@@ -92,7 +92,7 @@ def test_a_torn_last_line_and_foreign_lines_are_left_out(tmp_path: Path) -> None
 
 
 def test_what_a_resume_says_again_replaces_what_was_said_before(tmp_path: Path) -> None:
-    first = [start(), step(1, 5.0), step(2, 4.0), outer(2, 1, committed=False), outer(2, 1), step(3, 3.0)]
+    first = [start(), step(1, 5.0), step(2, 4.0), outer(2, 0, committed=False), outer(2, 1), step(3, 3.0)]
     again = [start(1), step(2, 4.5), outer(2, 1), event(2, "stop")]
     records = read_metrics(write(tmp_path / "m", first + again))
     assert [(r["step"], r["loss"]) for r in of_kind(records, "step")] == [(1, 5.0), (2, 4.5), (3, 3.0)]
@@ -100,6 +100,25 @@ def test_what_a_resume_says_again_replaces_what_was_said_before(tmp_path: Path) 
     assert len(of_kind(records, "start")) == 2
     within = read_metrics(write(tmp_path / "m", first))
     assert [r["committed"] for r in of_kind(within, "round")] == [False, True]
+
+
+def test_an_asynchronous_island_that_does_steps_again_does_no_round_again(tmp_path: Path) -> None:
+    before = [start(), step(1, 5.0), outer(8, 1), outer(8, 2), step(9, 4.0)]
+    again = [start(7), outer(8, 3), step(9, 3.5)]
+    records = read_metrics(write(tmp_path / "m", before + again))
+    assert [r["outer_step"] for r in of_kind(records, "round")] == [1, 2, 3]
+    assert [r["loss"] for r in of_kind(records, "step")] == [5.0, 3.5]
+
+
+def test_the_time_between_an_end_and_the_next_start_trained_nothing(tmp_path: Path) -> None:
+    """Island 0 was up from 100 to 110 s and from 1700 to 1720 s, island 1 from 105 to 140 s."""
+    first = [start(), step(10, 5.0), {**start(5), "time": 1700.0}, {**step(20, 4.0), "time": 1720.0}]
+    write(tmp_path / "island_0" / "metrics.jsonl", first)
+    write(tmp_path / "island_1" / "metrics.jsonl", [{**start(), "time": 105.0}, step(40, 4.0)])
+    summary = report.summarise(tmp_path)
+    assert (summary["wall_seconds"], summary["running_seconds"]) == (1620.0, 60.0)
+    report.print_summary(summary, Console(file=(out := io.StringIO()), width=200))
+    assert "400 tokens logged, in 1 min 00 s of running, over 27 min 00 s of wall time" in out.getvalue()
 
 
 def test_phases_join_without_gaps() -> None:
@@ -199,5 +218,5 @@ def test_the_smoothed_curve_keeps_a_straight_line_and_its_ends() -> None:
 
 def test_a_curve_is_cut_where_the_island_was_away() -> None:
     steps = [step(n, 1.0) for n in (5, 10, 15, 40, 45, 50)]
-    assert [[r["step"] for r in part] for part in _stretches(steps)] == [[5, 10, 15], [40, 45, 50]]
-    assert _stretches(steps[:1]) == [steps[:1]]
+    assert [[r["step"] for r in part] for part in stretches(steps)] == [[5, 10, 15], [40, 45, 50]]
+    assert stretches(steps[:1]) == [steps[:1]]

@@ -106,7 +106,7 @@ def test_every_colour_of_a_chart_is_one_of_the_page_in_light_and_in_dark(both: s
 def test_it_tells_decisions_faults_and_validations(run: Path) -> None:
     words = _Checker(page([RunFacts(run)])).words
     for said in (
-        "Phases by inner step: warmup 1-10, stable 11-70, decay 71-100.",
+        "Phases by step of the run: warmup 1-10, stable 11-70, decay 71-100.",
         "1 70 70,000 decay of 30 steps (one_minus_sqrt) from step 70; data mix is now 'decay'",
         "island 1 is gone; going on with [0]",
         "healed by island 0 to round 5",

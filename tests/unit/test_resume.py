@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_folders as folders
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -58,31 +59,21 @@ class Job:
         era, islands = len(eras) - 1, eras[-1]["islands"]
         start = starting_point(run.path, island, load_config(run.config_json))
         state = start.sampler or MixSampler(SIZES, MIXES, seed=7, islands=islands).state_dict()
-        folder = run.island(island) / "checkpoints" / f"step_{step:08d}"
-        (folder / "outer").mkdir(parents=True)
-        counters = {
-            "fragments": [{"taken": {str(i): n for i, n in taken.items()}}],
-            "inner_step": step,
-            "spans": {str(islands): sum(taken.values())},
-        }
-        outer = {
-            "digests": [f"{outer_step}a", f"{outer_step}b"],
-            "counters": counters,
-            "extra": {"position": step if position is None else position},
-        }
-        (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
-        content = {
-            "step": step,
-            "files": {},
-            "outer_step": outer_step,
-            "era": era,
-            "config": eras[-1]["config_digest"],
-            "sampler": {**state, "history": history or state["history"]},
-            "consumed": {"drawn": {"stable": {"broad": step}}, "until": step},
-            "schedule": {"schedules": [Schedule(5).state_dict()]},
-        }
-        (folder / "checkpoint.json").write_text(json.dumps(content))
-        return folder
+        return folders.checkpoint(
+            run,
+            island,
+            step,
+            Schedule(5),
+            position=position,
+            outer_step=outer_step,
+            taken=taken,
+            spans={str(islands): sum(taken.values())},
+            digests=[f"{outer_step}a", f"{outer_step}b"],
+            era=era,
+            config=eras[-1]["config_digest"],
+            sampler={**state, "history": history or state["history"]},
+            consumed={"drawn": {"stable": {"broad": step}}, "until": step},
+        )
 
     def change(self, islands: int) -> Change | None:
         """``launch --resume --islands N`` up to where it would start ranks."""
@@ -293,7 +284,7 @@ def test_a_branch_begins_from_its_parent_and_then_from_itself(job: Job) -> None:
     child = branch(job)
     start = starting_point(child.path, 1, job.config(2))
     assert start.folder == job.run.island(1) / "checkpoints" / "step_00000040"
-    assert start.parent is not None and start.parent.step == 40
+    assert start.parent is not None and start.parent.position == 40
     own = job.save(1, 44, 5, {0: 44, 1: 44}, run=child)
     shutil.rmtree(job.run.path)  # from here on it needs its parent no more
     assert starting_point(child.path, 1, job.config(2)).folder == own
@@ -310,9 +301,8 @@ def test_a_branch_of_an_asynchronous_run_takes_of_each_island_its_own_checkpoint
     early = branch(job, "@40", "early")
     parent = Parent.of(early)
     assert parent is not None and parent.steps == {"0": 40, "1": 21}
-    assert parent.step == (44 + 20) // 2, "what was committed in the newest state, that of island 1"
+    assert parent.position == (44 + 20) // 2, "what was committed in the newest state, that of island 1"
     assert parent.cursors == {"0": 44, "1": 20}, "of island 0 more than its own checkpoint knows"
-    assert parent.leader()["outer_step"] == 5
     # Of which the ledgers of the checkpoints tell but one sample a step.
     consumed = early.facts()["parent"]["consumed"]
     drawn = {i: mixes["stable"]["broad"] for i, mixes in consumed.items()}
@@ -321,7 +311,7 @@ def test_a_branch_of_an_asynchronous_run_takes_of_each_island_its_own_checkpoint
     assert [s.folder for s in starts] == [fast[0], slow[0]] and all(s.parent for s in starts)
 
     newest = Parent.of(branch(job, name="newest"))
-    assert newest is not None and newest.steps == {"0": 80, "1": 21} and newest.step == (80 + 33) // 2
+    assert newest is not None and newest.steps == {"0": 80, "1": 21} and newest.position == (80 + 33) // 2
     assert (pinned_steps(job.run, 0), pinned_steps(job.run, 1)) == ({40, 80}, {21})
     branch(job, "@33", "none", fails="Name position 34 or a later one")
     shutil.rmtree(slow[0])

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.cli import app
 from megatron_wsd.cli.status import render
+from megatron_wsd.control import Order
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.records import Follow
 from megatron_wsd.reporting.prometheus import exposition, make_server
@@ -206,19 +207,25 @@ def test_asynchronous_rounds_have_fragments_versions_and_adoptions(run: Path) ->
     assert "0: v2, 1: v1" in shown(found)
 
 
+def taken_order(step: int, refused: str | None = None, **fields: Any) -> dict[str, Any]:
+    """An order as the islands note it once they have committed it."""
+    order = Order(nonce=f"{step}", **fields)
+    entry = {**order.model_dump(mode="json"), "number": order.number, "step": step}
+    return entry if refused is None else {**entry, "refused": refused}
+
+
 def test_orders_that_wait_and_those_that_were_taken(run: Path) -> None:
     control = run / "control"
     control.mkdir()
     (control / "order.json").write_text(json.dumps({"kind": "decay", "length": 50}))
-    taken = [
-        {"kind": "cancel", "number": 1, "step": 10},
-        {"kind": "decay", "number": 2, "step": 20, "refused": "too late"},
-    ]
+    taken = [taken_order(10, kind="cancel"), taken_order(20, length=5, at=15, refused="too late")]
     (control / "accepted.json").write_text(json.dumps(taken))
     found = look(run)
     assert found["orders"]["pending"]["length"] == 50 and len(found["orders"]["accepted"]) == 2
     assert "the order that waits (decay) is taken in the next outer round" in found["waiting_for"]
-    assert "refused: too late" in shown(found) and "agreed at step 10" in shown(found)
+    text = shown(found, 200)
+    assert "decay of 5 steps (one_minus_sqrt) from step 15: refused: too late; at step 20\n" in text
+    assert "order      the decay that had not begun is withdrawn; agreed at step 10\n" in text
     (control / "order.json").write_text('{"kind": "nonsense"}')
     assert look(run)["orders"]["pending"]["kind"] == "unreadable"
 
@@ -256,6 +263,25 @@ def test_a_run_of_which_nothing_is_recorded_yet(tmp_path: Path) -> None:
     log.write_text("=== megatron-wsd island 0\n")
     assert look(tmp_path, log.stat().st_mtime + 30)["state"] == "starting"
     assert look(tmp_path, log.stat().st_mtime + 3000)["state"] == "lost"
+
+
+def test_an_island_that_failed_before_its_first_record_says_so_and_where_to_read_on(run: Path) -> None:
+    for island in (0, 1):
+        (run / f"island_{island}" / "metrics.jsonl").unlink()
+    log = run / "island_1" / "log.txt"
+    log.write_text("=== megatron-wsd island 1: now\nmegatron-wsd: error: island 1 rank 0: no such corpus\n")
+    soon = log.stat().st_mtime + 5
+    with held(run / "island_1" / "lock", "island 1"):
+        assert states(look(run, soon))[1] == "starting"
+    found = look(run, soon)
+    assert states(found)[1] == "failed" and found["state"] == "failed"
+    assert f"island 1 failed before its first record; all it said: {log}" in found["waiting_for"]
+    assert "island 1   | no such corpus" in shown(found, 200)
+    # the lock of another machine says nothing about its processes there
+    (run / "island_1" / "lock").write_text("1 another-host")
+    assert states(look(run, soon))[1] == "starting"
+    append(run, 0, start(soon))
+    assert look(run, soon + 1)["state"] == "running"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
