@@ -12,6 +12,7 @@ import torch
 
 from megatron_wsd.errors import CheckpointError, FieldError, NativeError
 from megatron_wsd.optim import native
+from megatron_wsd.optim.backend import backend_of
 from megatron_wsd.optim.digests import MASK, DigestSum
 from megatron_wsd.optim.layout import FlatLayout, SegmentTable
 
@@ -161,7 +162,7 @@ class OuterOptimizer(ABC):
             raise NativeError("anchor", f"dtype {self.anchor_dtype}", str(dtype))
         # Whole buffers are checked before a first part is stepped.
         buffers = {"anchor": anchor, "merged": merged} | ({} if copy is None else {"copy": copy})
-        native.check_flat(self.layout.table, **buffers)
+        native.check_flat(self.layout.table, backend_of(anchor, self.layout.table), **buffers)
 
     @abstractmethod
     def _step(
