@@ -28,11 +28,14 @@ import torch.distributed as dist
 import torchft  # noqa: F401  # here, so that a process which is forked from this module has it
 
 from megatron_wsd.config import parse_config
+from megatron_wsd.diloco import outer_loop
 from megatron_wsd.diloco import round as round_module
 from megatron_wsd.diloco.faults import VARIABLE, parse_faults
 from megatron_wsd.diloco.island import IslandAddress
 from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.loop import Decoupled, Lockstep, OuterLoop
+from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.residence import Residence
 from megatron_wsd.errors import MegatronWSDError
 from megatron_wsd.shards.zero3 import Shard
 
@@ -87,6 +90,31 @@ class PlainEngine:
             target = float(self._island) - 1.0
             value.add_(0.02 * (target - value) + 0.01 * torch.randn(value.shape, generator=g)).add_(i * 0.0)
         self.global_steps += 1
+
+
+def live_elsewhere(job: dict[str, Any]) -> None:
+    """Let the outer half live where the job says: messages over the host's memory, CUDA's kernels beneath."""
+    if job.get("staged") or job.get("emulated"):
+        there = Residence(torch.device("cpu"), staged=True)
+        outer_loop.residence_of = lambda config: there
+    if job.get("emulated"):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "numerics" / "cuda_on_cpu"))
+        import emulated
+
+        emulated.send_everything(emulated.load(Path(job["emulated"])))
+
+
+def watch_messages() -> set[int]:
+    """Where the memory begins in which payloads are when they are sent or received."""
+    plain, found = Membership.broadcast, set()
+
+    def watched(seat: Membership, tensor: torch.Tensor, source: int) -> None:
+        if tensor.dtype == torch.uint8:
+            found.add(tensor.untyped_storage().data_ptr())
+        plain(seat, tensor, source)
+
+    Membership.broadcast = watched  # type: ignore[method-assign]
+    return found
 
 
 def build(job: dict[str, Any]) -> tuple[OuterLoop, PlainEngine, PlainShards]:
@@ -188,6 +216,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     home = Path(job["run_dir"]) / f"island_{job['island']}"
     folder = home / "checkpoint"
     trace = Trace(home / "trace.jsonl", job["island"])
+    live_elsewhere(job)
+    messages_at = watch_messages()
     loop, engine, shards = build(job)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -232,6 +262,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "trained": trained,
         "seconds": seconds,
         "longest_pause_s": longest,
+        "message_rooms": len(messages_at),
     }
     loop.close()
     return result
