@@ -25,22 +25,22 @@ def cuda(emulated_cuda: Path) -> ModuleType:
     return emulated.load(emulated_cuda)
 
 
-def poisoned(nbytes: int) -> torch.Tensor:
+def poisoned(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Memory in which everything must be overwritten."""
-    return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
+    return torch.full((nbytes,), 0x5A, dtype=torch.uint8, device=device)
 
 
 def run_chunk(fmt: WireFormat, x: torch.Tensor, coefficient: float) -> list[bytes]:
     """All that is done with one chunk; the bytes of what was written."""
     n = x.numel()
-    payload = wire.encode(fmt, x, poisoned(fmt.encoded_bytes(n)))
+    payload = wire.encode(fmt, x, poisoned(fmt.encoded_bytes(n), x.device))
     decoded = wire.decode(fmt, payload, torch.full_like(x, torch.nan))
-    merged = torch.linspace(-1, 1, n)
+    merged = torch.linspace(-1, 1, n).to(x.device)
     fits = wire.accumulate(fmt, payload, merged, coefficient)
     left, in_place = torch.full_like(x, torch.nan), x.clone()
     wire.residual(fmt, x, payload, left)
     wire.residual(fmt, in_place, payload, in_place)
-    return [*bits(payload, decoded, merged, left, in_place), bytes([fits])]
+    return [*bits(*(t.cpu() for t in (payload, decoded, merged, left, in_place))), bytes([fits])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
