@@ -122,7 +122,7 @@ def extensions() -> list[Extension]:
         return [cpu]
     cuda = Extension(
         "megatron_wsd._CUDA",
-        sources=["csrc/cuda/bindings.cpp", "csrc/cuda/step.cu"],
+        sources=sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")),
         depends=sorted(glob("csrc/*.h") + glob("csrc/cuda/*.h")),
         optional=wanted == "auto",
     )

@@ -3,6 +3,7 @@
 
     .venv/bin/python benchmarks/wire.py
     .venv/bin/python benchmarks/wire.py --elements 24 --threads 1
+    .venv/bin/python benchmarks/wire.py --device cuda --elements 28
 
 Everyone takes turns in one run. README.md beside this file says what is counted and keeps the last figures.
 """
@@ -21,7 +22,6 @@ from step_bench import floor, machine, measure
 from megatron_wsd.optim import wire
 from megatron_wsd.optim.wire import GROUP, WireFormat
 
-CPU = torch.device("cpu")
 FORMATS = ("fp32", "bf16", "int8", "int4_linear", "int4_e3m0")
 Runner = Callable[[int], None]
 
@@ -39,6 +39,10 @@ class Problem:
         """The contribution, one row a block of 256."""
         return self.source.view(-1, GROUP)
 
+    def bytes_(self, count: float) -> torch.Tensor:
+        """So many of them, all 0, where the contribution is."""
+        return torch.zeros(round(count), dtype=torch.uint8, device=self.source.device)
+
 
 def times(call: Callable[[], object]) -> Runner:
     """`call`, as often as one asks."""
@@ -53,7 +57,7 @@ def times(call: Callable[[], object]) -> Runner:
 def ours(problem: Problem, name: str) -> dict[str, Runner]:
     """Encode, accumulate, and the residual in place."""
     fmt, t = WireFormat.of(name), problem.threads
-    payload = torch.zeros(fmt.encoded_bytes(problem.source.numel()), dtype=torch.uint8)
+    payload = problem.bytes_(fmt.encoded_bytes(problem.source.numel()))
     wire.encode(fmt, problem.source, payload)
     left = problem.source.clone()
     return {
@@ -83,15 +87,29 @@ def torchs(problem: Problem) -> dict[str, Runner]:
 def check_torch(problem: Problem) -> None:
     """Both round the same block maxima to the same levels, but for a tie that their roundings decide."""
     fmt, n = WireFormat.of("int8"), problem.source.numel()
-    payload = torch.zeros(fmt.encoded_bytes(n), dtype=torch.uint8)
+    payload = problem.bytes_(fmt.encoded_bytes(n))
     mine = wire.encode(fmt, problem.source, payload)[:n].view(torch.int8).view(-1, GROUP)
     codes, _ = torch_int8(problem.blocks)
     differ = (mine.int() - codes.int()).abs()
     assert int(differ.max()) <= 1 and float((differ > 0).float().mean()) < 1e-3
 
 
+def copy_floor(problem: Problem, group_bytes: int, in_place: bool) -> dict[str, Runner]:
+    """On a GPU: a copy of half as many bytes, so that reads and writes together are as many."""
+    half = problem.source.numel() * moved(group_bytes, in_place) / 2
+    source, target = problem.bytes_(half), problem.bytes_(half)
+    return {"copy": times(lambda: target.copy_(source))}
+
+
+def moved(group_bytes: int, in_place: bool) -> float:
+    """Bytes an element of encode, or of accumulate and residual; the scales are not among them."""
+    return (8 if in_place else 4) + group_bytes // 64 * 64 / GROUP
+
+
 def floors(problem: Problem, group_bytes: int, in_place: bool) -> dict[str, Runner]:
     """The bytes of encode, or of accumulate and residual, with ordinary and with non-temporal stores."""
+    if problem.source.device.type == "cuda":
+        return copy_floor(problem, group_bytes, in_place)
     library = floor.library()
     assert library is not None, "the floor needs a C++ compiler"
     function = library.transfer
@@ -119,18 +137,23 @@ def floors(problem: Problem, group_bytes: int, in_place: bool) -> dict[str, Runn
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--elements", type=int, default=24, help="power of two; default 24")
     parser.add_argument("--threads", type=int, default=machine.threads_of_machine())
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--sample-s", type=float, default=0.05, help="shortest sample, seconds")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device")
     torch.set_num_threads(given.threads)
     n = 1 << given.elements
     draw = torch.Generator().manual_seed(given.seed)
-    problem = Problem(torch.randn(n, generator=draw), torch.randn(n, generator=draw), given.threads)
-    print(f"elements 2^{given.elements}, threads {given.threads}, seed {given.seed}")
-    print(*(f"{k} {v}" for k, v in {**machine.describe(CPU), **machine.versions()}.items()), sep=", ")
+    source, merged = (torch.randn(n, generator=draw).to(device) for _ in range(2))
+    problem = Problem(source, merged, given.threads)
+    print(f"device {device}, elements 2^{given.elements}, threads {given.threads}, seed {given.seed}")
+    print(*(f"{k} {v}" for k, v in {**machine.describe(device), **machine.versions()}.items()), sep=", ")
     check_torch(problem)
     runners: dict[str, Runner] = {}
     bytes_: dict[str, float] = {}
@@ -145,7 +168,7 @@ def main() -> None:
     for verb, run in torchs(problem).items():
         runners[f"torch int8 {verb}"] = run
     busy = machine.others_cpu_s()
-    samples = measure.interleaved(runners, given.repetitions, given.sample_s, CPU, lambda name: None)
+    samples = measure.interleaved(runners, given.repetitions, given.sample_s, device, lambda name: None)
     print(f"others used {machine.others_cpu_s() - busy:.1f} CPU s in the run")
     ns = {name: median(found) / n * 1e9 for name, found in samples.items()}
     print("\n| format | bytes | ns an element | share of the floor | torch takes |")
@@ -153,10 +176,11 @@ def main() -> None:
     for verb in ("encode", "accumulate", "residual"):
         for name in FORMATS:
             key = f"{name} {verb}"
-            at = f"{name} floor {verb != 'encode'}"
+            in_place = verb != "encode"
+            at = f"{name} floor {in_place} "
             # The floor moves the codes; the scales are added in proportion.
-            moved = (4 if verb == "encode" else 8) + WireFormat.of(name).group_bytes // 64 * 64 / GROUP
-            least = min(ns[f"{at} stores"], ns[f"{at} bypass"]) * bytes_[key] / moved
+            share = bytes_[key] / moved(WireFormat.of(name).group_bytes, in_place)
+            least = min(found for other, found in ns.items() if other.startswith(at)) * share
             peer = f"{ns[f'torch int8 {verb}'] / ns[key]:.1f} times" if name == "int8" else ""
             print(f"| {verb}, {name} | {bytes_[key]:.2f} | {ns[key]:.3f} | {least / ns[key]:.0%} | {peer} |")
 

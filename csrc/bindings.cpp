@@ -122,8 +122,7 @@ uint64_t sgd_step(const Segments& segments, const StepCall& call, Address buffer
                           at<void>(call.anchor),
                           at<const float>(call.grad),
                           at<float>(buffer),
-                          {static_cast<float>(-hyper.lr), static_cast<float>(hyper.momentum),
-                           static_cast<float>(hyper.weight_decay), hyper.nesterov},
+                          sgd_constants(hyper),
                           hyper.seed,
                           static_cast<uint64_t>(hyper.step),
                           call.extras()};
@@ -134,7 +133,7 @@ using Kept = std::pair<Address, Address>;  // values, scales; scales are 0 for f
 
 uint64_t momentum_step(const Segments& segments, const StepCall& call, const Kept& momentum,
                        const Kept& buffer, const MomentumHyper& hyper) {
-  const auto kept = [](const Kept& k) { return cpu::KeptVector{at<void>(k.first), at<float>(k.second)}; };
+  const auto kept = [](const Kept& k) { return KeptVector{at<void>(k.first), at<float>(k.second)}; };
   const cpu::MomentumStep args{segments.view(),
                                at<void>(call.anchor),
                                at<const float>(call.grad),
@@ -188,10 +187,9 @@ bool accumulate(Address out, Address x, int64_t n, float weight, int threads) {
 }
 
 uint64_t digest64(Address address, int64_t num_bytes, uint64_t salt, int threads) {
-  const cpu::Digest args{at<const unsigned char>(address), num_bytes, mix64(salt + kGolden)};
-  const int64_t runs = (num_bytes + kDigestRun - 1) / kDigestRun;
+  const cpu::Digest args{at<const unsigned char>(address), num_bytes, array_salt(salt)};
   std::atomic<uint64_t> sum{0};
-  cpu::for_ranges(runs, kGrainElements * 4 / kDigestRun, threads,
+  cpu::for_ranges(digest_runs(num_bytes), kGrainElements * 4 / kDigestRun, threads,
                   [&](int, int64_t begin, int64_t end) { sum += chosen->digest(args, begin, end); });
   return digest_finish(sum, static_cast<uint64_t>(num_bytes), args.salt);
 }
@@ -229,12 +227,12 @@ PYBIND11_MODULE(_C, module) {
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("gate"), py::arg("step"), py::arg("seed"));
 
-  py::class_<SgdHyper>(module, "SgdHyper")
+  py::class_<SgdHyper>(module, "SgdHyper", py::module_local())
       .def(py::init<double, double, double, bool, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
            py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("step"),
            py::arg("seed"));
 
-  py::class_<MomentumHyper>(module, "MomentumHyper")
+  py::class_<MomentumHyper>(module, "MomentumHyper", py::module_local())
       .def(py::init<double, double, double, int64_t, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
            py::arg("momentum"), py::arg("weight_decay"), py::arg("period"), py::arg("step"), py::arg("seed"));
 

@@ -52,4 +52,12 @@ struct DigestColumns {
 // A plain array is cut into runs of this size, the last filled up with zeros.
 constexpr int64_t kDigestRun = 1024;
 
+WSD_FN int64_t digest_runs(int64_t num_bytes) {
+  return (num_bytes + kDigestRun - 1) / kDigestRun;
+}
+
+WSD_FN uint64_t array_salt(uint64_t salt) {
+  return mix64(salt + kGolden);
+}
+
 }  // namespace wsd

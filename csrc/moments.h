@@ -1,4 +1,4 @@
-// The words that codecs of Adam's moments share.
+// What an optimizer keeps, and the words that codecs of Adam's moments share.
 #pragma once
 
 #include "outer_math.h"
@@ -12,6 +12,12 @@ struct CodedState {
   uint8_t* b_codes;
   float* a_scale;
   float* b_scale;
+};
+
+// A vector of the state: fp32, or int8 codes with one fp32 scale a block. `values` may be null: none.
+struct KeptVector {
+  void* values;
+  float* scale;
 };
 
 // What codecs need beyond a block's scales.

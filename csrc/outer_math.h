@@ -75,6 +75,11 @@ struct SgdConstants {
   bool nesterov;
 };
 
+static inline SgdConstants sgd_constants(const SgdHyper& h) {
+  return SgdConstants{static_cast<float>(-h.lr), static_cast<float>(h.momentum),
+                      static_cast<float>(h.weight_decay), h.nesterov};
+}
+
 // torch's SGD with dampening 0: g += wd p; buf = mu buf + g; p -= lr (nesterov ? g + mu buf : buf).
 // A buffer of zeros gives torch's first step, buf = g.
 struct SgdElement {

@@ -8,6 +8,7 @@
 
 #include "bf16.h"
 #include "portable.h"
+#include "segments.h"
 
 namespace wsd {
 
@@ -73,5 +74,87 @@ WSD_FN float wire_scale(int32_t largest_bits, float top) {
 WSD_FN float wire_inverse(int32_t largest_bits, float top) {
   return largest_bits < kSmallestWireBits ? 0.0f : div(top, float_of(static_cast<uint32_t>(largest_bits)));
 }
+
+// What a payload holds of a group: its codes, and `kScales` of the scales, which stand behind all codes. A
+// device and a processor add to it how they go through memory.
+struct Fp32Layout {
+  static constexpr int64_t kCodeBytes = 4 * kWireGroup;
+  static constexpr int64_t kScales = 0;
+};
+
+struct Bf16Layout {
+  static constexpr int64_t kCodeBytes = 2 * kWireGroup;
+  static constexpr int64_t kScales = 0;
+};
+
+// Of 4 bits: byte j of a block holds element j in its low half and element j + kBlock / 2 in its high half,
+// so that neighbours stay neighbours in a vector.
+template <class Grid>
+struct CodedLayout {
+  static constexpr int64_t kScales = kWireGroup / Grid::kBlock;
+  static constexpr int64_t kBlockBytes = Grid::kBlock * Grid::kBits / 8;
+  static constexpr int64_t kCodeBytes = kScales * kBlockBytes;
+};
+
+// A wire format's number is its place in this list.
+#define WSD_WIRES(use)                                                                \
+  use(Fp32Wire) use(Bf16Wire) use(CodedWire<Int8Grid>) use(CodedWire<Int4LinearGrid>) \
+      use(CodedWire<Int4ExponentGrid>)
+#define WSD_ONE(Wire) +1
+constexpr int kWires = 0 WSD_WIRES(WSD_ONE);
+#undef WSD_ONE
+
+// What is done with payloads of `groups` groups.
+struct WireEncode {
+  const float* source;
+  uint8_t* payload;
+  int64_t groups;
+};
+
+struct WireDecode {
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+};
+
+struct WireAccumulate {
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+  float weight;
+};
+
+struct WireResidual {
+  const uint8_t* payload;
+  const float* source;
+  float* out;  // may be `source`
+  int64_t groups;
+};
+
+struct WireSegments {
+  SegmentView segments;
+  const uint8_t* payload;
+  float* out;
+  int64_t groups;
+  int64_t start;         // element of the flat buffer at which payload and `out` begin
+  const float* weights;  // of every segment
+};
+
+// The sum of squares of a block is that of 16 sums, each of every 16th element in turn, which are added in a
+// tree of halves: that is how the widest vectors would do it, and everything else has to follow. Squares of
+// floats are exact in double.
+constexpr int32_t kSquareLanes = 16;
+
+struct SegmentSums {
+  SegmentView segments;
+  const float* x;
+  double* sums;  // of every block
+};
+
+struct SegmentScale {
+  SegmentView segments;
+  float* x;
+  const float* factors;  // of every segment
+};
 
 }  // namespace wsd

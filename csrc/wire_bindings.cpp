@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kGrainGroups = kGrainElements / kWireGroup;
 
 const cpu::WireKernels& wire(int format) {
-  if (format < 0 || format >= cpu::kWires) throw std::invalid_argument("no such wire format");
+  if (format < 0 || format >= kWires) throw std::invalid_argument("no such wire format");
   return chosen->wire[format];
 }
 
@@ -22,30 +22,30 @@ std::vector<int64_t> wire_group_bytes() {
 }
 
 void wire_encode(int format, Address source, int64_t groups, Address payload, int threads) {
-  const cpu::WireEncode args{at<const float>(source), at<uint8_t>(payload), groups};
+  const WireEncode args{at<const float>(source), at<uint8_t>(payload), groups};
   all_ranges(wire(format).encode, args, groups, kGrainGroups, threads);
 }
 
 void wire_decode(int format, Address payload, int64_t groups, Address out, int threads) {
-  const cpu::WireDecode args{at<const uint8_t>(payload), at<float>(out), groups};
+  const WireDecode args{at<const uint8_t>(payload), at<float>(out), groups};
   all_ranges(wire(format).decode, args, groups, kGrainGroups, threads);
 }
 
 bool wire_accumulate(int format, Address payload, int64_t groups, Address out, float weight, int threads) {
-  const cpu::WireAccumulate args{at<const uint8_t>(payload), at<float>(out), groups, weight};
+  const WireAccumulate args{at<const uint8_t>(payload), at<float>(out), groups, weight};
   return all_ranges(wire(format).accumulate, args, groups, kGrainGroups, threads);
 }
 
 void wire_residual(int format, Address payload, int64_t groups, Address source, Address out, int threads) {
-  const cpu::WireResidual args{at<const uint8_t>(payload), at<const float>(source), at<float>(out), groups};
+  const WireResidual args{at<const uint8_t>(payload), at<const float>(source), at<float>(out), groups};
   all_ranges(wire(format).residual, args, groups, kGrainGroups, threads);
 }
 
 // `weights` and `factors` have one entry for every segment that is not empty.
 bool wire_accumulate_segments(int format, const Segments& segments, Address payload, int64_t groups,
                               int64_t start, Address out, Address weights, int threads) {
-  const cpu::WireSegments args{segments.view(), at<const uint8_t>(payload), at<float>(out), groups,
-                               start,           at<const float>(weights)};
+  const WireSegments args{segments.view(), at<const uint8_t>(payload), at<float>(out), groups,
+                          start,           at<const float>(weights)};
   return all_ranges(wire(format).accumulate_segments, args, groups, kGrainGroups, threads);
 }
 
@@ -53,7 +53,7 @@ bool wire_accumulate_segments(int format, const Segments& segments, Address payl
 void segment_sumsq(const Segments& segments, Address x, Address sums, int threads) {
   const SegmentView view = segments.view();
   std::vector<double> blocks(static_cast<size_t>(view.num_blocks));
-  const cpu::SegmentSums args{view, at<const float>(x), blocks.data()};
+  const SegmentSums args{view, at<const float>(x), blocks.data()};
   all_ranges(chosen->block_sumsq, args, view.num_blocks, segments.grain(), threads);
   for (int64_t s = 0; s < view.count; ++s) {
     double sum = 0.0;
@@ -63,7 +63,7 @@ void segment_sumsq(const Segments& segments, Address x, Address sums, int thread
 }
 
 bool scale_segments(const Segments& segments, Address x, Address factors, int threads) {
-  const cpu::SegmentScale args{segments.view(), at<float>(x), at<const float>(factors)};
+  const SegmentScale args{segments.view(), at<float>(x), at<const float>(factors)};
   return all_ranges(chosen->scale_segments, args, args.segments.num_blocks, segments.grain(), threads);
 }
 

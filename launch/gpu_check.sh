@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # On a machine with an NVIDIA GPU: builds both extensions for that GPU, runs tests/gpu, and measures the step
-# against its peers. Meant to end within 8 minutes; each part has its own limit and says how long it took.
+# against its peers, the wire, and how long training stands still for a capture with the outer half on the host
+# and on the GPU. Ends within 10 minutes; each part has its own limit and says how long it took.
 #
 #   ./launch/gpu_check.sh                    results in runs/gpu_check
 #   PYTHON=/path/to/python ./launch/gpu_check.sh    with another Python than .venv's: it needs a CUDA build of
 #                                            torch, and numpy, pybind11, setuptools, pytest, pytest-timeout,
-#                                            matplotlib, pydantic; bitsandbytes and torchao are measured if there
+#                                            hypothesis, psutil, rich, matplotlib, pydantic; outer rounds are tested
+#                                            with torchft and safetensors, a ZeRO-3 engine with deepspeed, and
+#                                            bitsandbytes and torchao are measured, if they are there
 #
 # Nothing is installed and no .venv is made; the extensions are built in place.
 set -euo pipefail
@@ -36,10 +39,12 @@ part() { # name, limit in seconds, command
     if ((status)); then failures+=("$name"); fi
 }
 
-part build 180 "$python" setup.py build_ext --inplace
+part build 120 "$python" setup.py build_ext --inplace
 if ((${#failures[@]} == 0)); then
-    part tests 120 "$python" -m pytest -q -m gpu tests/gpu
-    part benchmark 170 "$python" benchmarks/cgad_step.py --device cuda --out "$out"
+    part tests 230 "$python" -m pytest -q -m gpu tests/gpu
+    part wire 50 "$python" benchmarks/wire.py --device cuda --elements 28
+    part capture 50 "$python" benchmarks/capture.py --device cuda --elements 28
+    part benchmark 150 "$python" benchmarks/cgad_step.py --device cuda --out "$out"
 fi
 printf '== all after %s s\n' "$SECONDS"
 if ((${#failures[@]})); then fail "failed: ${failures[*]} (logs in $out)"; fi

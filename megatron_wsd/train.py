@@ -128,12 +128,14 @@ class Trainer:
         import torch
 
         from megatron_wsd.diloco.island import IslandAddress
+        from megatron_wsd.diloco.residence import check_residence
         from megatron_wsd.models.cpu import prepare_for_cpu, without_shm_comm
 
         if not torch.cuda.is_available():
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.address = IslandAddress.from_environ()
         self.folder = self.run_dir / f"island_{self.address.island}"
+        check_residence(self.config)
         prepare_for_cpu()
         without_shm_comm()
         import deepspeed

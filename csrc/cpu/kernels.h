@@ -55,12 +55,6 @@ struct SgdStep {
   Extras extras;
 };
 
-// A vector of the state: fp32, or int8 codes with one fp32 scale a block. `values` may be null: none.
-struct KeptVector {
-  void* values;
-  float* scale;
-};
-
 struct MomentumStep {
   SegmentView segments;
   void* anchor;
@@ -109,62 +103,6 @@ struct BlockDigest {
   SegmentView segments;
   DigestColumns columns;
 };
-
-// A payload of `groups` groups: their codes, then their scales.
-struct WireEncode {
-  const float* source;
-  uint8_t* payload;
-  int64_t groups;
-};
-
-struct WireDecode {
-  const uint8_t* payload;
-  float* out;
-  int64_t groups;
-};
-
-struct WireAccumulate {
-  const uint8_t* payload;
-  float* out;
-  int64_t groups;
-  float weight;
-};
-
-struct WireResidual {
-  const uint8_t* payload;
-  const float* source;
-  float* out;  // may be `source`
-  int64_t groups;
-};
-
-struct WireSegments {
-  SegmentView segments;
-  const uint8_t* payload;
-  float* out;
-  int64_t groups;
-  int64_t start;         // element of the flat buffer at which payload and `out` begin
-  const float* weights;  // of every segment
-};
-
-struct SegmentSums {
-  SegmentView segments;
-  const float* x;
-  double* sums;  // of every block
-};
-
-struct SegmentScale {
-  SegmentView segments;
-  float* x;
-  const float* factors;  // of every segment
-};
-
-// A wire format's number is its place in this list.
-#define WSD_WIRES(use)                                                                \
-  use(Fp32Wire) use(Bf16Wire) use(CodedWire<Int8Grid>) use(CodedWire<Int4LinearGrid>) \
-      use(CodedWire<Int4ExponentGrid>)
-#define WSD_ONE(Wire) +1
-constexpr int kWires = 0 WSD_WIRES(WSD_ONE);
-#undef WSD_ONE
 
 enum AnchorNumber : int { kFp32 = 0, kBf16 = 1, kAnchors = 2 };
 

@@ -1,53 +1,15 @@
-// The Python face of the CUDA steps; the same names and calls as the CPU's. Addresses are of the device and
-// are trusted: megatron_wsd/optim/native.py has checked device, dtype, contiguity, size and aliasing.
+// The Python face of the CUDA kernels; the same names and calls as the CPU's, but for where they run: last
+// come a device and a stream, or a step's call holds them. Addresses are of the device and are trusted:
+// megatron_wsd/optim/ has checked device, dtype, contiguity, size and aliasing.
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <tuple>
-#include <vector>
-
-#include "step.h"
-
-namespace py = pybind11;
+#include <utility>
 
 namespace wsd::cuda {
 namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-void check(const char* error) {
-  if (error != nullptr) throw std::runtime_error(std::string("CUDA: ") + error);
-}
-
-// A segment table whose columns lie on a device, as the CPU extension's columns() orders them.
-struct Segments {
-  int device;
-  int64_t num_blocks;
-  int64_t count;
-  std::vector<Address> columns;
-
-  SegmentView view() const {
-    if (columns.size() != 5) throw std::invalid_argument("a segment table has five columns");
-    return {count,
-            num_blocks,
-            kBlock,
-            at<const int64_t>(columns[0]),
-            at<const int64_t>(columns[1]),
-            at<const uint64_t>(columns[2]),
-            at<const int64_t>(columns[3]),
-            at<const int64_t>(columns[4])};
-  }
-};
 
 struct StepCall {
   Address anchor;
@@ -58,8 +20,8 @@ struct StepCall {
   Address digest;
   Address stream;
 
-  Common common(const Segments& segments, const AdamHyper& hyper) const {
-    if (salts.size() > kDigestColumns) throw std::invalid_argument("too many columns in a digest");
+  Common common(const Segments& segments, uint64_t seed, int64_t step) const {
+    if (salts.size() > kMaxColumns) throw std::invalid_argument("too many columns in a digest");
     Common c = {};
     c.segments = segments.view();
     c.anchor = at<void>(anchor);
@@ -68,9 +30,8 @@ struct StepCall {
     c.copy = at<uint16_t>(copy);
     c.digest = salts.empty() ? nullptr : at<unsigned long long>(digest);
     std::copy(salts.begin(), salts.end(), c.salt);
-    c.seed = hyper.seed;
-    c.version = static_cast<uint64_t>(hyper.step);
-    c.constants = adam_constants(hyper);
+    c.seed = seed;
+    c.version = static_cast<uint64_t>(step);
     return c;
   }
 };
@@ -79,20 +40,58 @@ void cgad_step8(const Segments& segments, const StepCall& call, int codec,
                 const std::tuple<Address, Address, Address, Address>& state, const AdamHyper& hyper) {
   if (codec != 0) throw std::invalid_argument("only the ratio codec runs on a CUDA device");
   const auto [a_codes, b_codes, a_scale, b_scale] = state;
-  const Step8 args = {call.common(segments, hyper),
+  const Step8 args = {call.common(segments, hyper.seed, hyper.step),
+                      adam_constants(hyper),
                       {at<uint8_t>(a_codes), at<uint8_t>(b_codes), at<float>(a_scale), at<float>(b_scale)}};
   check(launch(args, segments.device, at<CUstream_st>(call.stream)));
 }
 
 void cgad_step32(const Segments& segments, const StepCall& call, Address m, Address v,
                  const AdamHyper& hyper) {
-  const Step32 args = {call.common(segments, hyper), at<float>(m), at<float>(v)};
+  const Step32 args = {call.common(segments, hyper.seed, hyper.step), adam_constants(hyper), at<float>(m),
+                       at<float>(v)};
   check(launch(args, segments.device, at<CUstream_st>(call.stream)));
 }
 
-void gradient_flaws(const Segments& segments, Address grad, Address found, Address stream) {
+void sgd_step(const Segments& segments, const StepCall& call, Address buffer, const SgdHyper& hyper) {
+  const SgdStep args = {call.common(segments, hyper.seed, hyper.step), at<float>(buffer),
+                        sgd_constants(hyper)};
+  check(launch(args, segments.device, at<CUstream_st>(call.stream)));
+}
+
+using Kept = std::pair<Address, Address>;  // values, scales; scales are 0 for fp32
+
+void momentum_step(const Segments& segments, const StepCall& call, const Kept& momentum, const Kept& buffer,
+                   const MomentumHyper& hyper) {
+  const auto kept = [](const Kept& k) { return KeptVector{at<void>(k.first), at<float>(k.second)}; };
+  const MomentumStep args = {call.common(segments, hyper.seed, hyper.step), kept(momentum), kept(buffer),
+                             momentum_constants(hyper)};
+  check(launch(args, segments.device, at<CUstream_st>(call.stream)));
+}
+
+void gradient_flaws(const Segments& segments, Address grad, Address found, int device, Address stream) {
   const Flaws args = {segments.view(), at<const float>(grad), at<unsigned long long>(found)};
-  check(launch(args, segments.device, at<CUstream_st>(stream)));
+  check(launch(args, device, at<CUstream_st>(stream)));
+}
+
+using Columns = std::vector<std::tuple<Address, int, bool, uint64_t>>;  // address, width, per block, salt
+
+void digest_flat(const Segments& segments, const Columns& columns, Address sum, int device, Address stream) {
+  if (columns.size() > kMaxColumns) throw std::invalid_argument("too many columns in a digest");
+  BlockDigest args = {
+      segments.view(), {static_cast<int32_t>(columns.size()), {}}, at<unsigned long long>(sum)};
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const auto& [address, width, per_block, salt] = columns[i];
+    if (width != 1 && width != 2 && width != 4) throw std::invalid_argument("a column of another width");
+    args.columns.column[i] = {at<const unsigned char>(address), width, per_block, salt};
+  }
+  check(launch(args, device, at<CUstream_st>(stream)));
+}
+
+void digest64(Address bytes, int64_t num_bytes, uint64_t salt, Address sum, int device, Address stream) {
+  const Digest args = {at<const unsigned char>(bytes), num_bytes, array_salt(salt),
+                       at<unsigned long long>(sum)};
+  check(launch(args, device, at<CUstream_st>(stream)));
 }
 
 }  // namespace
@@ -100,7 +99,7 @@ void gradient_flaws(const Segments& segments, Address grad, Address found, Addre
 PYBIND11_MODULE(_CUDA, module) {
   module.doc() = "CUDA kernels of megatron_wsd; call them through megatron_wsd.optim.native.";
 
-  py::class_<Segments>(module, "Segments")
+  py::class_<Segments>(module, "Segments", py::module_local())
       .def(py::init<int, int64_t, int64_t, std::vector<Address>>(), py::kw_only(), py::arg("device"),
            py::arg("num_blocks"), py::arg("count"), py::arg("columns"));
 
@@ -108,6 +107,15 @@ PYBIND11_MODULE(_CUDA, module) {
       .def(py::init<double, double, double, double, double, double, int64_t, uint64_t>(), py::kw_only(),
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
            py::arg("gate"), py::arg("step"), py::arg("seed"));
+
+  py::class_<SgdHyper>(module, "SgdHyper", py::module_local())
+      .def(py::init<double, double, double, bool, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
+           py::arg("momentum"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("step"),
+           py::arg("seed"));
+
+  py::class_<MomentumHyper>(module, "MomentumHyper", py::module_local())
+      .def(py::init<double, double, double, int64_t, int64_t, uint64_t>(), py::kw_only(), py::arg("lr"),
+           py::arg("momentum"), py::arg("weight_decay"), py::arg("period"), py::arg("step"), py::arg("seed"));
 
   py::class_<StepCall>(module, "StepCall", py::module_local())
       .def(py::init<Address, bool, Address, Address, std::vector<uint64_t>, Address, Address>(),
@@ -117,7 +125,15 @@ PYBIND11_MODULE(_CUDA, module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("cgad_step8", &cgad_step8, no_gil);
   module.def("cgad_step32", &cgad_step32, no_gil);
+  module.def("sgd_step", &sgd_step, no_gil);
+  module.def("momentum_step", &momentum_step, no_gil);
   module.def("gradient_flaws", &gradient_flaws, no_gil);
+  module.def("digest_flat", &digest_flat, no_gil);
+  module.def("digest64", &digest64, no_gil);
+  module.def("digest_finish", [](uint64_t sum, int64_t count, uint64_t salt) {
+    return digest_finish(sum, static_cast<uint64_t>(count), array_salt(salt));
+  });
+  bind_wire(module);
 }
 
 }  // namespace wsd::cuda

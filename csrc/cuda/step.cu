@@ -4,54 +4,16 @@
 #include "step.h"
 
 #include "../codec.h"
-#include "warp.h"
+#include "lane_anchor.h"
+#include "launch.h"
 
 namespace wsd::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;
-
-template <class Anchor>
-struct LaneAnchor {
-  typename Anchor::Type kept[kPerLane];
-  float p[kPerLane];
-};
-
-template <class Anchor>
-WSD_DEVICE void load_anchor(const Common& c, const Block& b, LaneAnchor<Anchor>* a) {
-  const typename Anchor::Type* from = static_cast<const typename Anchor::Type*>(c.anchor) + b.at;
-#pragma unroll
-  for (int32_t h = 0; h < 2; ++h) load4(from, place(lane_number(), 4 * h), b.len, a->kept + 4 * h);
-#pragma unroll
-  for (int32_t i = 0; i < kPerLane; ++i) a->p[i] = Anchor::load(a->kept[i]);
-}
-
-// Writes the anchor from `p`, and the copy of what was written; what lies beyond the block is 0 in `kept`.
-template <class Anchor>
-WSD_DEVICE void store_anchor(const Common& c, const Block& b, const Dice& dice, LaneAnchor<Anchor>* a) {
-  typename Anchor::Type* to = static_cast<typename Anchor::Type*>(c.anchor) + b.at;
-#pragma unroll
-  for (int32_t i = 0; i < kPerLane; ++i) {
-    const int32_t at = place(lane_number(), i);
-    const uint32_t random = Anchor::kRandom ? roll(dice, b, at) : 0u;
-    a->kept[i] = at < b.len ? Anchor::store(a->p[i], random) : typename Anchor::Type{0};
-  }
-#pragma unroll
-  for (int32_t h = 0; h < 2; ++h) store4(to, place(lane_number(), 4 * h), b.len, a->kept + 4 * h);
-  if (c.copy == nullptr) return;
-#pragma unroll
-  for (int32_t h = 0; h < 2; ++h) {
-    uint16_t copied[4];
-#pragma unroll
-    for (int32_t q = 0; q < 4; ++q) copied[q] = bf16_nearest(Anchor::load(a->kept[4 * h + q]));
-    store4(c.copy + b.at, place(lane_number(), 4 * h), b.len, copied);
-  }
-}
-
 template <class Codec, class Anchor>
 __global__ void __launch_bounds__(kThreads) step8_kernel(const Step8 args) {
   const Common& c = args.common;
-  const AdamConstants& k = c.constants;
+  const AdamConstants& k = args.constants;
   const CodecContext context = {k.beta1, k.eps_before, k.eps, nullptr};
   const int32_t lane = lane_number();
   const Range range = range_of_warp(c.segments.num_blocks);
@@ -133,16 +95,13 @@ __global__ void __launch_bounds__(kThreads) step8_kernel(const Step8 args) {
       if (lane == 0) digest += of_scales;
     }
   }
-  if (c.digest != nullptr) {
-    digest = warp_sum(digest);
-    if (lane == 0) atomicAdd(c.digest, static_cast<unsigned long long>(digest));
-  }
+  if (c.digest != nullptr) add_digest(digest, c.digest);
 }
 
 template <class Anchor>
 __global__ void __launch_bounds__(kThreads) step32_kernel(const Step32 args) {
   const Common& c = args.common;
-  const AdamConstants& k = c.constants;
+  const AdamConstants& k = args.constants;
   const int32_t lane = lane_number();
   const Range range = range_of_warp(c.segments.num_blocks);
   Dice anchors = {0, {0, 0}, -1, 0};
@@ -182,10 +141,7 @@ __global__ void __launch_bounds__(kThreads) step32_kernel(const Step32 args) {
       digest += digest_floats(v, column_base(bases, 2));
     }
   }
-  if (c.digest != nullptr) {
-    digest = warp_sum(digest);
-    if (lane == 0) atomicAdd(c.digest, static_cast<unsigned long long>(digest));
-  }
+  if (c.digest != nullptr) add_digest(digest, c.digest);
 }
 
 __global__ void __launch_bounds__(kThreads) flaws_kernel(const Flaws args) {
@@ -205,64 +161,21 @@ __global__ void __launch_bounds__(kThreads) flaws_kernel(const Flaws args) {
   if (largest > kLargestGradientBits) *args.found = 1;  // whoever writes, writes the same
 }
 
-// Launches `kernel` with as many warps as keep the device busy, each with several blocks to walk.
-template <class Args>
-cudaError_t on_device(void (*kernel)(Args), const Args& args, int64_t num_blocks, int device,
-                      cudaStream_t stream) {
-  int before = 0;
-  cudaError_t error = cudaGetDevice(&before);
-  if (error == cudaSuccess && before != device) error = cudaSetDevice(device);
-  int processors = 0;
-  int resident = 0;
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-  }
-  if (error == cudaSuccess) {
-    const int64_t warps_a_group = kThreads / 32;
-    const int64_t wanted = (num_blocks + warps_a_group - 1) / warps_a_group;
-    const int64_t most = int64_t{4} * processors * (resident > 0 ? resident : 1);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(wanted < most ? wanted : most));
-    config.blockDim = dim3(kThreads);
-    config.stream = stream;
-    error = cudaLaunchKernelEx(&config, kernel, args);
-    if (error == cudaSuccess) error = cudaGetLastError();
-  }
-  if (before != device) {
-    const cudaError_t restored = cudaSetDevice(before);
-    if (error == cudaSuccess) error = restored;
-  }
-  return error;
-}
-
-const char* text_of(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace
 
 const char* launch(const Step8& args, int device, cudaStream_t stream) {
-  const int64_t blocks = args.common.segments.num_blocks;
-  if (blocks == 0) return nullptr;
   const auto kernel =
       args.common.bf16 ? step8_kernel<RatioCodec, Bf16Anchor> : step8_kernel<RatioCodec, Fp32Anchor>;
-  return text_of(on_device(kernel, args, blocks, device, stream));
+  return on_device(kernel, args, args.common.segments.num_blocks, device, stream);
 }
 
 const char* launch(const Step32& args, int device, cudaStream_t stream) {
-  const int64_t blocks = args.common.segments.num_blocks;
-  if (blocks == 0) return nullptr;
   const auto kernel = args.common.bf16 ? step32_kernel<Bf16Anchor> : step32_kernel<Fp32Anchor>;
-  return text_of(on_device(kernel, args, blocks, device, stream));
+  return on_device(kernel, args, args.common.segments.num_blocks, device, stream);
 }
 
 const char* launch(const Flaws& args, int device, cudaStream_t stream) {
-  const cudaError_t error = cudaMemsetAsync(args.found, 0, sizeof *args.found, stream);
-  if (error != cudaSuccess || args.segments.num_blocks == 0) return text_of(error);
-  return text_of(on_device(flaws_kernel, args, args.segments.num_blocks, device, stream));
+  return on_device(flaws_kernel, args, args.segments.num_blocks, device, stream, args.found);
 }
 
 }  // namespace wsd::cuda

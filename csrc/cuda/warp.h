@@ -150,7 +150,7 @@ WSD_DEVICE uint32_t roll(const Dice& dice, const Block& b, int32_t at) {
 // The digest bases of a block, one column a lane.
 WSD_DEVICE uint64_t lane_digest_base(const Common& c, int64_t block_number) {
   const int32_t lane = lane_number();
-  return digest_base(static_cast<uint64_t>(block_number), c.salt[lane < kDigestColumns ? lane : 0]);
+  return digest_base(static_cast<uint64_t>(block_number), c.salt[lane < kMaxColumns ? lane : 0]);
 }
 
 WSD_DEVICE uint64_t column_base(uint64_t bases, int32_t column) {
@@ -173,6 +173,11 @@ WSD_DEVICE uint64_t digest_halves(const uint16_t* x, uint64_t base) {
     sum += digest_pair(first, second, static_cast<uint32_t>(2 * lane_number() + q), base);
   }
   return sum;
+}
+
+WSD_DEVICE void add_digest(uint64_t digest, unsigned long long* to) {
+  digest = warp_sum(digest);
+  if (lane_number() == 0) atomicAdd(to, static_cast<unsigned long long>(digest));
 }
 
 WSD_DEVICE uint64_t digest_anchor(const float* x, uint64_t base) {

@@ -163,13 +163,6 @@ def check_outer(block: IslandJob) -> None:
             raise ConfigError(field, e.expected, e.got, e.remedy) from None
         if "max_lr" in own or "min_lr" in own:
             raise ConfigError(f"{BLOCK}.outer.lr_schedule", "ratios alone; the peak is outer.lr", sorted(own))
-    if block.outer.device != "cpu":
-        raise ConfigError(
-            f"{BLOCK}.outer.device",
-            '"cpu"',
-            block.outer.device,
-            "The codec of the wire has no CUDA kernels yet; captures go through pinned memory.",
-        )
     kind = block.outer.optimizer
     if kind in ("nesterov", "delayed_nesterov") and not block.outer.momentum:
         raise ConfigError(f"{BLOCK}.outer.momentum", f"more than 0 for {kind}", 0.0, 'Or use "sgd".')

@@ -114,7 +114,8 @@ class OuterThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._work()
+            with self._state.residence.beside_training():
+                self._work()
         except BaseException as e:  # the training thread raises it
             log.error("the outer half ends: %s: %s", type(e).__name__, e)
             self.error = e

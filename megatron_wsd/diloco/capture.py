@@ -27,8 +27,8 @@ class Contribution:
         steps: inner steps since then.
         tokens: tokens of the island since then.
         cursor: inner steps of the island when it was captured.
-        payload: uint8, what travels: `pseudo_gradient` plus the fed back error, encoded by chunks; set by
-            `encode` when it is offered.
+        payload: uint8, what travels: `pseudo_gradient` plus the fed back error, encoded by chunks, on the
+            same device; set by `encode` when it is offered.
         offered_at: monotonic time, in seconds.
         counted: it is part of an anchor, and what its encoding left out has been fed back.
     """
@@ -70,7 +70,7 @@ def encode(
     total = torch.add(contribution.pseudo_gradient, error, out=scratch[: layout.total])
     contribution.finite = contribution.finite and native.gradient_ok(total, layout.table)
     size = chunks[-1].last_byte if chunks else 0
-    contribution.payload = torch.zeros(size, dtype=torch.uint8)
+    contribution.payload = torch.zeros(size, dtype=torch.uint8, device=total.device)
     if not contribution.finite:
         return
     for chunk in chunks:

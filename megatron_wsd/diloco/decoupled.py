@@ -83,6 +83,7 @@ class Decoupled(OuterLoop):
             Patience(self._config),
             self._seat.watch,
         )
+        self._state.residence.finish()  # all that has been made so far, on the stream of this thread
         self._thread.start()
 
     def _take_all(self) -> None:
@@ -226,6 +227,7 @@ class Decoupled(OuterLoop):
                 rows = self._group.gather([*mine, int(ended)])
                 if held and mine[0] >= 0 and all(row[:3] == mine for row in rows):
                     yield
+                    self._state.residence.finish()  # what was read may be written by another stream now
                     return
             finally:
                 if held:

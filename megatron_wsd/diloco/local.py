@@ -18,7 +18,7 @@ from megatron_wsd.diloco.fragments import Fragment
 from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.diloco.wire import cut
 from megatron_wsd.optim import native, wire
-from megatron_wsd.shards.zero3 import Shards, host_zeros
+from megatron_wsd.shards.zero3 import Shards
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Local:
     Args:
         shards: where the island holds its parameters.
         plan: of the fragments.
-        state: anchors; its layouts say where a shard lies in a flat buffer.
+        state: anchors; its layouts say where a shard lies in a flat buffer, its residence where buffers are.
         config: of the run.
         faults: to be injected.
     """
@@ -78,21 +78,25 @@ class Local:
         faults: Faults,
     ) -> None:
         self._shards, self._state, self._config, self._faults = shards, state, config, faults
+        self._residence = state.residence
         self._fmt = wire.WireFormat.of(config.sync.wire)
         self._lockstep = config.sync.mode == "sync"
         lossy = not self._fmt.exact
         self.fragments = [
             LocalFragment(
                 members=plan[i].members,
-                base=f.anchor if self._lockstep else f.anchor.clone(),
-                error=torch.zeros(f.layout.total) if lossy else None,
+                base=f.anchor if self._lockstep else self._residence.zeros(f.layout.total, f.anchor.dtype),
+                error=torch.zeros(f.layout.total, device=self._residence.device) if lossy else None,
             )
             for i, f in enumerate(state.fragments)
         ]
+        if not self._lockstep:
+            for mine, f in zip(self.fragments, state.fragments, strict=True):
+                mine.base.copy_(f.anchor)
         self._chunks = [cut(self._fmt, f.layout.total, config.sync.bucket_bytes) for f in state.fragments]
         largest = max(f.layout.total for f in state.fragments)
-        self._scratch = host_zeros(largest)
-        self._gradient = host_zeros(largest) if self._lockstep else None
+        self._scratch = self._residence.zeros(largest)
+        self._gradient = self._residence.zeros(largest) if self._lockstep else None
 
     def count(self, tokens: int) -> None:
         """One more inner step."""
@@ -121,12 +125,12 @@ class Local:
         """
         f, layout = self.fragments[i], self._state.fragments[i].layout
         if keep:
-            gradient = host_zeros(layout.total)
+            gradient = self._residence.zeros(layout.total)
         elif self._gradient is not None:
             gradient = self._gradient[: layout.total]
             gradient.zero_()  # another fragment's numbers lie where this one has padding
         else:
-            f.buffer = host_zeros(layout.total) if f.buffer is None else f.buffer.zero_()
+            f.buffer = self._residence.zeros(layout.total) if f.buffer is None else f.buffer.zero_()
             gradient = f.buffer
         self._shards.read(layout.views(gradient), f.members)
         torch.sub(f.base, gradient, out=gradient)
@@ -139,10 +143,11 @@ class Local:
         return contribution
 
     def encode(self, contribution: Contribution) -> Contribution:
-        """Make it ready to be offered; the same object."""
+        """Make it ready to be offered, also to another thread; the same object."""
         i = contribution.fragment
         layout, error = self._state.fragments[i].layout, self.fragments[i].error
         encode(self._fmt, self._chunks[i], layout, contribution, error, self._scratch)
+        self._residence.finish()  # the outer half's stream does not wait for that of this thread
         self._faults.here("offer", self._state.outer_step)
         return contribution
 
@@ -188,6 +193,7 @@ class Local:
         f.base.copy_(state.anchor)
         f.reset = reset
         self._faults.here("publish", self._state.outer_step)
+        self._residence.finish()  # training's stream does not wait for that of this thread
         f.published = state.version  # last: the training thread looks at this
 
     def merge_in(self, i: int) -> int:

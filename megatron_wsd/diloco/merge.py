@@ -195,7 +195,7 @@ def payload_sumsq(
     fmt: wire.WireFormat, layout: FlatLayout, chunks: Sequence[Chunk], payload: torch.Tensor
 ) -> torch.Tensor:
     """Sums of squares of a contribution as the others will decode it, float64 [segments]."""
-    decoded = torch.zeros(layout.total)
+    decoded = torch.zeros(layout.total, device=payload.device)
     for c in chunks:
         wire.decode(fmt, payload[c.first_byte : c.last_byte], decoded[c.start : c.end])
     return wire.segment_sumsq(decoded, layout.table)

@@ -23,6 +23,7 @@ from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.orders import Orders
+from megatron_wsd.diloco.residence import residence_of
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.state import OuterState, make_state
 from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, ScheduleError, StopRequested
@@ -74,7 +75,7 @@ class OuterLoop(ABC):
         self.sync_points = SyncPoints(config.sync.inner_steps, len(plan))
         self._group = make_group(config, address.islands, sum(s.numel for s in parts))
         self._faults = Faults.from_environ(address.island, self._group.rank)
-        self._state = make_state(config, self._shards, plan)
+        self._state = make_state(config, self._shards, plan, residence_of(config))
         self._check_healing()
         self._local = Local(self._shards, plan, self._state, config, self._faults)
         if config.outer.anchor_dtype == "bf16" and int(engine.global_steps) == 0:

@@ -24,6 +24,7 @@ from megatron_wsd.diloco.fragments import SyncPoints
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq, step_fragment
+from megatron_wsd.diloco.residence import Dock
 from megatron_wsd.diloco.snapshot import SnapshotServer, fetch
 from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.diloco.wire import Chunk, broadcast_json, cut
@@ -117,9 +118,10 @@ class OuterHalf:
         self._rules = Rules(sync.mode == "sync", sync.quorum, round(1000 * sync.grace_s))
         self.fmt = wire.WireFormat.of(sync.wire)
         self.chunks = [cut(self.fmt, f.layout.total, sync.bucket_bytes) for f in state.fragments]
-        self._merged = torch.zeros(max(f.layout.total for f in state.fragments), dtype=torch.float32)
+        widest = max(f.layout.total for f in state.fragments)
+        self._merged = torch.zeros(widest, device=state.residence.device)
         largest = max((c.last_byte - c.first_byte for cs in self.chunks for c in cs), default=0)
-        self._incoming = torch.empty(largest, dtype=torch.uint8)
+        self._dock = Dock(state.residence, largest)
         self._data_number, self._plan_number = data_digest, plan_digest
         self._config_number = int(config.digest()[:15], 16)
         self._outvoted = False
@@ -244,6 +246,7 @@ class OuterHalf:
                 why = _said(e)
                 log.exception("the outer step failed after it was committed")
                 self.state.outer_step = -1
+            self.state.residence.finish()  # whoever takes `still` next may work on another stream
         moved, torn = self._renew(self._seat.bytes_moved - bytes_before, bool(why))
         if torn:
             with self.state.still:
@@ -369,6 +372,7 @@ class OuterHalf:
                 for i, c in pending.items():  # it may have missed the commit of what it still holds
                     if self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
                         self.on_commit(c)
+                self.state.residence.finish()
             self._seat.bytes_moved += offer["bytes"]
         except Exception as e:
             problem = _said(e)
@@ -403,13 +407,14 @@ class OuterHalf:
             return found
 
         def payload(number: int, chunk: Chunk) -> torch.Tensor:
-            island = decision.contributors[number]
-            part = self._incoming[: chunk.last_byte - chunk.first_byte]
+            island, size = decision.contributors[number], chunk.last_byte - chunk.first_byte
+            part = None
             if island == self._island and own is not None:
                 part = own[chunk.first_byte : chunk.last_byte]
-            self._seat.broadcast(part, decision.place(island))
+            message = self._dock.room(size) if part is None else self._dock.outbound(part)
+            self._seat.broadcast(message, decision.place(island))
             self._faults.here("within_exchange", decision.outer_step)
-            return part
+            return self._dock.landed(size) if part is None else part
 
         if not add_up(merge, self.chunks[decision.fragment], norms, payload):
             raise ExchangeError("the merged pseudo-gradient overflows fp32")

@@ -127,6 +127,7 @@ def fetch(
             tensor = _tensor(name, ask(name, target.numel() * target.element_size()), target)
             with state.still:
                 target.copy_(tensor)
+                state.residence.finish()
         counters = json.loads(ask("counters", _MOST_COUNTERS))
         with state.still:
             state.forget_digest()

@@ -16,6 +16,7 @@ from megatron_wsd.diloco.agree import Offer
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.fragments import Fragment
 from megatron_wsd.diloco.progress import progress
+from megatron_wsd.diloco.residence import HOST, Residence
 from megatron_wsd.optim.layout import FlatLayout, Segment, parameter_key, wants_8bit
 from megatron_wsd.optim.outer import OuterHyper, OuterOptimizer, make_outer
 from megatron_wsd.shards.zero3 import Shards
@@ -105,9 +106,11 @@ class OuterState:
         outer_step: committed rounds of all fragments; -1 after a healing that was torn.
         inner_step: position of the schedule, in inner steps of the run, at the last commit.
         orders: orders of the operator, each with the step at which its round was committed.
+        residence: where the tensors are.
         spans: committed inner steps, summed over islands and fragments, by what makes one step of the run:
             islands times fragments. One entry, unless the number of islands was changed.
-        still: held while anything here changes, so that whoever holds it finds one state.
+        still: held while anything here changes, so that whoever holds it finds one state; see `residence` for
+            what must be done before it is given back.
         counting: held, for an instant, while counters change.
     """
 
@@ -115,6 +118,7 @@ class OuterState:
     outer_step: int = 0
     inner_step: int = 0
     orders: list[dict[str, Any]] = field(default_factory=list)
+    residence: Residence = field(default=HOST, repr=False)
     spans: dict[int, int] = field(default_factory=dict)
     still: threading.RLock = field(default_factory=threading.RLock, repr=False)
     counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -190,13 +194,16 @@ class OuterState:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def make_state(config: Config, shards: Shards, plan: Sequence[Fragment]) -> OuterState:
+def make_state(
+    config: Config, shards: Shards, plan: Sequence[Fragment], residence: Residence = HOST
+) -> OuterState:
     """Anchors, as the island holds them now, and fresh outer optimizers, fragment by fragment.
 
     Args:
         config: of the run.
         shards: where the island holds its parameters.
         plan: of the fragments.
+        residence: where the outer half lives.
     """
     outer = config.outer
     dtype = torch.bfloat16 if outer.anchor_dtype == "bf16" else torch.float32
@@ -215,7 +222,8 @@ def make_state(config: Config, shards: Shards, plan: Sequence[Fragment]) -> Oute
                 for s in (shards.shards[i] for i in fragment.members)
             ]
         )
-        anchor = torch.zeros(layout.total, dtype=dtype)
+        anchor = residence.zeros(layout.total, dtype)
         shards.read(layout.views(anchor), fragment.members)
-        made.append(FragmentState(layout, anchor, make_outer(outer.optimizer, layout, hyper, dtype)))
-    return OuterState(made)
+        optimizer = make_outer(outer.optimizer, layout, hyper, dtype, residence.device)
+        made.append(FragmentState(layout, anchor, optimizer))
+    return OuterState(made, residence=residence)

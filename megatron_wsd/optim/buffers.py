@@ -19,18 +19,29 @@ class BufferCheck:
     Args:
         table: the segments that flat buffers are laid out by; None where there are none.
         device: where every buffer must be.
+        alignment: bytes, of a multiple of which every buffer must begin.
 
     Raises (all methods):
         NativeError: device, dtype, layout, size or aliasing is wrong; names the buffer.
     """
 
-    def __init__(self, table: SegmentTable | None = None, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, table: SegmentTable | None = None, device: torch.device = _CPU, alignment: int = 1
+    ) -> None:
         self._table = table
         self._device = device
-        self._alignment = 16 if device.type == "cuda" else 1  # a warp reads 16 bytes a lane
+        self._alignment = alignment
         self._ranges: list[tuple[int, int, str, bool]] = []
 
-    def buffer(self, name: str, t: Any, dtype: torch.dtype | None, *, written: bool = False) -> int:
+    def buffer(
+        self,
+        name: str,
+        t: Any,
+        dtype: torch.dtype | None,
+        *,
+        written: bool = False,
+        alignment: int | None = None,
+    ) -> int:
         """Any contiguous tensor on the device; of any dtype if `dtype` is None."""
         if not isinstance(t, torch.Tensor):
             raise NativeError(name, "a torch tensor", type(t).__name__)
@@ -48,8 +59,9 @@ class BufferCheck:
         size = t.numel() * t.element_size()
         if size and start == 0:
             raise NativeError(name, "a tensor with memory behind it", "one without storage")
-        if start % self._alignment:
-            raise NativeError(name, f"memory that begins at a multiple of {self._alignment} bytes", "a view")
+        alignment = alignment or self._alignment
+        if start % alignment:
+            raise NativeError(name, f"memory that begins at a multiple of {alignment} bytes", "a view")
         self._ranges.append((start, start + size, name, written))
         return start
 

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_wsd.optim.buffers import BufferCheck
-from megatron_wsd.optim.extension import extension
+from megatron_wsd.optim.backend import Column, backend_of
 from megatron_wsd.optim.layout import SegmentTable
-from megatron_wsd.optim.segments import cpu_segments, thread_count
 
 MASK = 2**64 - 1
-Column = tuple[int, int, bool, int]  # address, bytes an entry, one entry a block, salt
 
 
 @dataclass
@@ -59,29 +56,30 @@ def digest_flat(table: SegmentTable, tensors: dict[str, torch.Tensor], digest: D
 
     Args:
         table: where the segments lie.
-        tensors: contiguous, on the CPU, flat as `table` says; those named `..._scale` have one fp32 a block.
+        tensors: contiguous, on one device, flat as `table` says; those named `..._scale` have one fp32 a
+            block.
         digest: changed.
 
     Raises:
         NativeError: a buffer has the wrong device, layout or size.
     """
-    check = BufferCheck(table)
+    backend = backend_of(next(iter(tensors.values())), table)
+    check = backend.check()
     for name, t in tensors.items():
         if name.endswith("_scale"):
             check.blocks(name, t)
         else:
             check.flat(name, t, None)
-    columns = columns_of(digest.part, tensors)
-    digest.add(extension().digest_flat(cpu_segments(table), columns, thread_count(None)))
+    digest.add(backend.digest_flat(columns_of(digest.part, tensors)))
 
 
 def digest(tensor: torch.Tensor, salt: int = 0) -> int:
     """A 64-bit digest of the bytes of a tensor, in which every bit and its position count.
 
     Args:
-        tensor: contiguous, on the CPU, any dtype.
+        tensor: contiguous, any dtype, on the CPU or a CUDA device.
         salt: another salt, another digest; 0 to 2^64 - 1.
     """
-    address = BufferCheck().buffer("tensor", tensor, None)
-    size = tensor.numel() * tensor.element_size()
-    return int(extension().digest64(address, size, salt, thread_count(None)))
+    backend = backend_of(tensor)
+    address = backend.check().buffer("tensor", tensor, None)
+    return backend.digest(address, tensor.numel() * tensor.element_size(), salt)

@@ -12,7 +12,6 @@ import torch
 
 from megatron_wsd.errors import NativeError
 from megatron_wsd.optim.digests import DigestSum
-from megatron_wsd.optim.extension import extension
 from megatron_wsd.optim.layout import SegmentTable
 from megatron_wsd.optim.step_call import Step
 from megatron_wsd.optim.steps import MomentumStep, Vector8
@@ -41,7 +40,7 @@ def momentum_step(
 
     With N = 1 it is torch's SGD with Nesterov's momentum; over a period of any other N the anchor moves as by
     one such step with the mean of the gradients. Vectors in 8 bits are rounded stochastically, by a hash of
-    (seed, parameter key, element within the parameter, step), when they change. On the CPU only.
+    (seed, parameter key, element within the parameter, step), when they change.
 
     Args:
         anchor: fp32, or bf16 (rounded stochastically), flat as `table` says; changed.
@@ -71,10 +70,8 @@ def momentum_step(
         raise NativeError("buffer", "8 bits exactly where the momentum has them", type(buffer).__name__)
     state = vector_tensors(momentum, buffer)
     step = Step(anchor, grad, table, threads, copy, digest, state)
-    if step.backend.device.type != "cpu":
-        raise NativeError("anchor", "a tensor on the CPU", str(anchor.device), "Move it with .cpu() first.")
     vectors = [_addresses(step, name, v) for name, v in (("momentum", momentum), ("buffer", buffer))]
-    numbers = extension().MomentumHyper(
+    numbers = step.backend.module.MomentumHyper(
         lr=hyper.lr,
         momentum=hyper.momentum,
         weight_decay=hyper.weight_decay,
@@ -82,7 +79,11 @@ def momentum_step(
         step=hyper.step,
         seed=hyper.seed,
     )
-    return step.run(checked, lambda e, call: e.module.momentum_step(e.segments, call, *vectors, numbers))
+    return step.run(
+        checked,
+        lambda e, call: e.module.momentum_step(e.segments, call, *vectors, numbers),
+        digested_on_gpu=False,
+    )
 
 
 def vector_tensors(momentum: Vector, buffer: Vector | None) -> dict[str, torch.Tensor]:

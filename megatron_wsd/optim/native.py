@@ -1,8 +1,8 @@
 """The way from tensors to kernels: everything is checked here before a pointer crosses.
 
 Every kernel gives the same bits for every instruction set, thread count and device, and leaves the padding
-between segments alone. Steps run where the anchor lies: on the CPU, or on a CUDA device if the extension for
-it was built. All else is for the CPU.
+between segments alone. Steps, `gradient_ok` and digests run where their tensors lie: on the CPU, or on a CUDA
+device if the extension for it was built. All else is for the CPU.
 
 Two things a step does on request, in the same pass: a bf16 copy of the new anchor (to nearest, the working
 copy of a model), and the digest of all it wrote.
@@ -50,15 +50,20 @@ __all__ = [
 ]
 
 
-def check_flat(table: SegmentTable, **buffers: torch.Tensor) -> None:
-    """Refuse CPU buffers that are not fp32 and flat as `table` says, or that overlap.
+def check_flat(table: SegmentTable, backend: Backend | None = None, /, **buffers: torch.Tensor) -> None:
+    """Refuse buffers that are not fp32 and flat as `table` says, or that overlap.
 
     A buffer named `anchor` may be bf16, and one named `copy` must be.
+
+    Args:
+        table: where the segments lie.
+        backend: for what device; by default the CPU.
+        **buffers: to be checked.
 
     Raises:
         NativeError: naming the buffer.
     """
-    check = BufferCheck(table)
+    check = BufferCheck(table) if backend is None else backend.check()
     for name, tensor in buffers.items():
         if name == "anchor":
             check.anchor(tensor)
@@ -81,7 +86,7 @@ def gradient_ok(grad: torch.Tensor, table: SegmentTable, threads: int | None = N
         NativeError: the buffer has the wrong dtype, layout or size.
     """
     backend = backend_of(grad, table, threads)
-    address = BufferCheck(table, backend.device).flat("grad", grad, torch.float32)
+    address = backend.check().flat("grad", grad, torch.float32)
     return backend.gradient_ok(address)
 
 
@@ -175,8 +180,6 @@ def sgd_step(
 
         g = g + weight_decay p;  b = momentum b + g;  p -= lr (g + momentum b if nesterov else b)
 
-    On the CPU only.
-
     Args:
         anchor: fp32, or bf16 (rounded stochastically), flat as `table` says; changed.
         grad: fp32, likewise.
@@ -199,10 +202,8 @@ def sgd_step(
         raise NativeError("momentum", "a buffer exactly where hyper.momentum > 0", got)
     state = {} if momentum is None else {"momentum": momentum}
     step = Step(anchor, grad, table, threads, copy, digest, state)
-    if step.backend.device.type != "cpu":
-        raise NativeError("anchor", "a tensor on the CPU", str(anchor.device), "Move it with .cpu() first.")
     b = 0 if momentum is None else step.check.flat("momentum", momentum, torch.float32, written=True)
-    numbers = extension().SgdHyper(
+    numbers = step.backend.module.SgdHyper(
         lr=hyper.lr,
         momentum=hyper.momentum,
         weight_decay=hyper.weight_decay,
@@ -210,7 +211,9 @@ def sgd_step(
         step=hyper.step,
         seed=hyper.seed,
     )
-    return step.run(checked, lambda e, call: e.module.sgd_step(e.segments, call, b, numbers))
+    return step.run(
+        checked, lambda e, call: e.module.sgd_step(e.segments, call, b, numbers), digested_on_gpu=False
+    )
 
 
 def decode8(

@@ -36,9 +36,13 @@ class CGADOuter(OuterOptimizer):
     """
 
     def __init__(
-        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+        self,
+        layout: FlatLayout,
+        hyper: OuterHyper,
+        anchor_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(layout, hyper, anchor_dtype)
+        super().__init__(layout, hyper, anchor_dtype, device)
         self._numbers = AdamStep(
             lr=hyper.lr,
             betas=hyper.betas,
@@ -47,8 +51,8 @@ class CGADOuter(OuterOptimizer):
             step=1,
             seed=hyper.seed,
         )
-        self._coded = State8.zeros(layout.quantised_total, layout.block_size)
-        self._m = torch.zeros(layout.total - layout.quantised_total, dtype=torch.float32)
+        self._coded = State8.zeros(layout.quantised_total, layout.block_size, device)
+        self._m = torch.zeros(layout.total - layout.quantised_total, dtype=torch.float32, device=device)
         self._v = torch.zeros_like(self._m)
 
     def _step(
@@ -97,16 +101,20 @@ class SGDOuter(OuterOptimizer):
     """SGD as torch defines it, with heavy-ball momentum in fp32; no state where the momentum is 0."""
 
     def __init__(
-        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+        self,
+        layout: FlatLayout,
+        hyper: OuterHyper,
+        anchor_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(layout, hyper, anchor_dtype)
+        super().__init__(layout, hyper, anchor_dtype, device)
         self._numbers = SGDStep(
             lr=hyper.lr,
             momentum=hyper.momentum,
             weight_decay=hyper.weight_decay,
             seed=hyper.seed,
         )
-        self._buffer = torch.zeros(layout.total, dtype=torch.float32) if hyper.momentum else None
+        self._buffer = torch.zeros(layout.total, device=device) if hyper.momentum else None
 
     def _step(
         self, anchor: torch.Tensor, merged: torch.Tensor, lr: float, t: int, copy: torch.Tensor | None
@@ -153,10 +161,11 @@ class MomentumOuter(OuterOptimizer):
         layout: FlatLayout,
         hyper: OuterHyper,
         anchor_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
         *,
         period: int = 1,
     ) -> None:
-        super().__init__(layout, hyper, anchor_dtype)
+        super().__init__(layout, hyper, anchor_dtype, device)
         self._numbers = MomentumStep(
             lr=hyper.lr,
             momentum=hyper.momentum,
@@ -167,12 +176,12 @@ class MomentumOuter(OuterOptimizer):
         coded, plain = layout.quantised_total, layout.total - layout.quantised_total
         delayed = period > 1
         self._coded: tuple[Vector, Vector | None] = (
-            Vector8.zeros(coded, layout.block_size),
-            Vector8.zeros(coded, layout.block_size) if delayed else None,
+            Vector8.zeros(coded, layout.block_size, device),
+            Vector8.zeros(coded, layout.block_size, device) if delayed else None,
         )
         self._plain: tuple[Vector, Vector | None] = (
-            torch.zeros(plain),
-            torch.zeros(plain) if delayed else None,
+            torch.zeros(plain, device=device),
+            torch.zeros(plain, device=device) if delayed else None,
         )
 
     def _step(
@@ -215,7 +224,11 @@ class MomentumOuter(OuterOptimizer):
 
 
 def make_outer(
-    kind: str, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+    kind: str,
+    layout: FlatLayout,
+    hyper: OuterHyper,
+    anchor_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> OuterOptimizer:
     """The outer optimizer of that name.
 
@@ -226,17 +239,18 @@ def make_outer(
         layout: of the flat buffers; what is kept of its quantised part is kept in 8 bits.
         hyper: hyper-parameters.
         anchor_dtype: torch.float32, or torch.bfloat16: half the memory, rounded stochastically.
+        device: where anchor and state are; a CUDA device takes layouts with blocks of 256.
 
     Raises:
         FieldError: no such kind or anchor dtype.
         NativeError: a hyper-parameter is out of range.
     """
     if kind in ("cgad", "adam_decay", "adam"):
-        return CGADOuter(layout, hyper, anchor_dtype)
+        return CGADOuter(layout, hyper, anchor_dtype, device)
     if kind == "sgd":
-        return SGDOuter(layout, hyper, anchor_dtype)
+        return SGDOuter(layout, hyper, anchor_dtype, device)
     if kind == "nesterov":
-        return MomentumOuter(layout, hyper, anchor_dtype)
+        return MomentumOuter(layout, hyper, anchor_dtype, device)
     if kind == "delayed_nesterov":
-        return MomentumOuter(layout, hyper, anchor_dtype, period=hyper.momentum_period)
+        return MomentumOuter(layout, hyper, anchor_dtype, device, period=hyper.momentum_period)
     raise FieldError("outer.optimizer", "cgad, adam_decay, adam, sgd, nesterov or delayed_nesterov", kind)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_wsd.errors import CheckpointError, FieldError, NativeError
 from megatron_wsd.optim import native
+from megatron_wsd.optim.backend import backend_of
 from megatron_wsd.optim.digests import MASK, DigestSum
 from megatron_wsd.optim.layout import FlatLayout, SegmentTable
 
@@ -78,9 +79,11 @@ class OuterOptimizer(ABC):
         layout: of anchor, pseudo-gradient and state.
         hyper: hyper-parameters.
         anchor_dtype: of the anchor: torch.float32, or torch.bfloat16 with stochastic rounding.
+        device: where anchor and state are, and the step is taken.
 
     Attributes:
         anchor_dtype: as given.
+        device: likewise.
 
     Raises:
         FieldError: no such anchor dtype.
@@ -88,13 +91,17 @@ class OuterOptimizer(ABC):
     """
 
     def __init__(
-        self, layout: FlatLayout, hyper: OuterHyper, anchor_dtype: torch.dtype = torch.float32
+        self,
+        layout: FlatLayout,
+        hyper: OuterHyper,
+        anchor_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         if anchor_dtype not in (torch.float32, torch.bfloat16):
             raise FieldError("anchor_dtype", "torch.float32 or torch.bfloat16", anchor_dtype)
         self.layout = layout
         self.hyper = hyper
-        self.anchor_dtype = anchor_dtype
+        self.anchor_dtype, self.device = anchor_dtype, device
         self._t = 0
         self._known: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
@@ -161,7 +168,7 @@ class OuterOptimizer(ABC):
             raise NativeError("anchor", f"dtype {self.anchor_dtype}", str(dtype))
         # Whole buffers are checked before a first part is stepped.
         buffers = {"anchor": anchor, "merged": merged} | ({} if copy is None else {"copy": copy})
-        native.check_flat(self.layout.table, **buffers)
+        native.check_flat(self.layout.table, backend_of(anchor, self.layout.table), **buffers)
 
     @abstractmethod
     def _step(

@@ -131,9 +131,10 @@ class Vector8:
     scale: torch.Tensor
 
     @classmethod
-    def zeros(cls, numel: int, block_size: int) -> Self:
+    def zeros(cls, numel: int, block_size: int, device: torch.device | str = "cpu") -> Self:
         """A vector of zeros."""
-        return cls(torch.zeros(numel, dtype=torch.int8), torch.zeros(-(-numel // block_size)))
+        codes = torch.zeros(numel, dtype=torch.int8, device=device)
+        return cls(codes, torch.zeros(-(-numel // block_size), device=device))
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Both tensors, live, as those of the vector `name`."""

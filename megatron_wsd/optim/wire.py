@@ -3,8 +3,9 @@
 A flat buffer travels in chunks: runs of elements, each a multiple of 256. A payload is one encoded chunk,
 its codes and then its scales, in one uint8 tensor, and so one message. docs/wire.md has the formats.
 
-Everything here runs on the CPU, changes only what it says, and gives the same bits for every instruction set
-and thread count. Rounding is to nearest and never random: what a payload leaves out is `residual`, which the
+Everything here runs where its tensors lie, on the CPU or on a CUDA device (on torch's current stream, and
+with blocks of 256), changes only what it says, and gives the same bits for every device, instruction set and
+thread count. Rounding is to nearest and never random: what a payload leaves out is `residual`, which the
 sender adds to its next contribution.
 """
 
@@ -16,10 +17,9 @@ import numpy as np
 import torch
 
 from megatron_wsd.errors import FieldError, NativeError
+from megatron_wsd.optim.backend import Backend, backend_of
 from megatron_wsd.optim.buffers import BufferCheck
-from megatron_wsd.optim.extension import extension
 from megatron_wsd.optim.layout import SegmentTable
-from megatron_wsd.optim.segments import cpu_segments, thread_count
 from megatron_wsd.optim.steps import check_number
 
 GROUP = 256  # elements; chunks are multiples of it
@@ -95,11 +95,12 @@ def encode(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or they overlap.
     """
-    check = BufferCheck()
+    b = backend_of(source, threads=threads)
+    check = b.check()
     x = check.buffer("source", source, torch.float32)
-    payload = _payload(check, fmt, "out", out, source.numel(), written=True)
+    payload = _payload(b, check, fmt, "out", out, source.numel(), written=True)
     check.aliasing()
-    extension().wire_encode(fmt.number, x, source.numel() // GROUP, payload, thread_count(threads))
+    b.run(b.module.wire_encode, fmt.number, x, source.numel() // GROUP, payload)
     return out
 
 
@@ -120,11 +121,12 @@ def decode(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or they overlap.
     """
-    check = BufferCheck()
+    b = backend_of(out, threads=threads)
+    check = b.check()
     address = check.buffer("out", out, torch.float32, written=True)
-    source = _payload(check, fmt, "payload", payload, out.numel())
+    source = _payload(b, check, fmt, "payload", payload, out.numel())
     check.aliasing()
-    extension().wire_decode(fmt.number, source, out.numel() // GROUP, address, thread_count(threads))
+    b.run(b.module.wire_decode, fmt.number, source, out.numel() // GROUP, address)
     return out
 
 
@@ -150,15 +152,13 @@ def accumulate(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or they overlap.
     """
-    check = BufferCheck()
+    b = backend_of(merged, threads=threads)
+    check = b.check()
     out = check.buffer("merged", merged, torch.float32, written=True)
-    source = _payload(check, fmt, "payload", payload, merged.numel())
+    source = _payload(b, check, fmt, "payload", payload, merged.numel())
     check.aliasing()
     check_number("coefficient", coefficient, -3.4e38, 3.4e38)
-    groups = merged.numel() // GROUP
-    return bool(
-        extension().wire_accumulate(fmt.number, source, groups, out, coefficient, thread_count(threads))
-    )
+    return b.fits(b.module.wire_accumulate, fmt.number, source, merged.numel() // GROUP, out, coefficient)
 
 
 def residual(
@@ -183,15 +183,16 @@ def residual(
     Raises:
         NativeError: a buffer has the wrong device, dtype, layout or size, or they overlap in part.
     """
-    check = BufferCheck()
+    b = backend_of(out, threads=threads)
+    check = b.check()
     address = check.buffer("out", out, torch.float32, written=True)
     same = isinstance(source, torch.Tensor) and source.data_ptr() == address
-    x = (BufferCheck() if same else check).buffer("source", source, torch.float32)
+    x = (b.check() if same else check).buffer("source", source, torch.float32)
     if source.numel() != out.numel():
         raise NativeError("source", f"{out.numel()} elements, as out has", str(source.numel()))
-    coded = _payload(check, fmt, "payload", payload, out.numel())
+    coded = _payload(b, check, fmt, "payload", payload, out.numel())
     check.aliasing()
-    extension().wire_residual(fmt.number, coded, out.numel() // GROUP, x, address, thread_count(threads))
+    b.run(b.module.wire_residual, fmt.number, coded, out.numel() // GROUP, x, address)
     return out
 
 
@@ -207,17 +208,16 @@ def segment_sumsq(flat: torch.Tensor, table: SegmentTable, threads: int | None =
         threads: by default torch's.
 
     Returns:
-        float64 [segments], in the order of the table; 0 where a segment is empty.
+        float64 [segments] on the CPU, in the order of the table; 0 where a segment is empty.
 
     Raises:
         NativeError: the buffer has the wrong device, dtype, layout or size.
     """
-    x = BufferCheck(table).flat("flat", flat, torch.float32)
+    b = backend_of(flat, table, threads)
+    x = b.check().flat("flat", flat, torch.float32)
     full = _full(table)
-    found = torch.zeros(len(full), dtype=torch.float64)
-    extension().segment_sumsq(cpu_segments(table), x, found.data_ptr(), thread_count(threads))
     sums = torch.zeros(len(table.numel), dtype=torch.float64)
-    sums[full] = found
+    sums[full] = b.segment_sumsq(x, len(full))
     return sums
 
 
@@ -236,9 +236,10 @@ def accumulate_segments(
         fmt: the format of the payload.
         payload: uint8 [fmt.encoded_bytes(n)].
         merged: fp32 [n], n a multiple of 256: the part of the flat buffer from `start` on; changed.
-        start: element of the flat buffer at which the chunk begins. It may cut segments.
+        start: element of the flat buffer at which the chunk begins; on a CUDA device a multiple of 256. It
+            may cut segments.
         table: where the segments lie in the flat buffer.
-        coefficients: [segments], fp32 or float64 (rounded to fp32); finite.
+        coefficients: [segments] on the CPU, fp32 or float64 (rounded to fp32); finite.
         threads: by default torch's.
 
     Returns:
@@ -248,25 +249,17 @@ def accumulate_segments(
         NativeError: a buffer has the wrong device, dtype, layout or size, they overlap, or a coefficient is
             not finite.
     """
-    check = BufferCheck()
+    b = backend_of(merged, table, threads)
+    check = b.check()
     out = check.buffer("merged", merged, torch.float32, written=True)
-    source = _payload(check, fmt, "payload", payload, merged.numel())
+    source = _payload(b, check, fmt, "payload", payload, merged.numel())
     check.aliasing()
-    if start < 0:
-        raise NativeError("start", "an element from 0", start)
-    weights = _per_segment("coefficients", coefficients, table)
-    return bool(
-        extension().wire_accumulate_segments(
-            fmt.number,
-            cpu_segments(table),
-            source,
-            merged.numel() // GROUP,
-            start,
-            out,
-            weights.data_ptr(),
-            thread_count(threads),
-        )
-    )
+    if start < 0 or (b.on_gpu and start % GROUP):
+        raise NativeError("start", f"an element from 0, on a CUDA device a multiple of {GROUP}", start)
+    weights = b.place(_per_segment("coefficients", coefficients, table))
+    groups = merged.numel() // GROUP
+    kernel = b.module.wire_accumulate_segments
+    return b.fits(kernel, fmt.number, b.segments, source, groups, start, out, weights.data_ptr())
 
 
 def scale_segments(
@@ -277,7 +270,7 @@ def scale_segments(
     Args:
         flat: fp32, flat as `table` says; changed.
         table: where the segments lie.
-        factors: [segments], fp32 or float64 (rounded to fp32); finite.
+        factors: [segments] on the CPU, fp32 or float64 (rounded to fp32); finite.
         threads: by default torch's.
 
     Returns:
@@ -286,10 +279,10 @@ def scale_segments(
     Raises:
         NativeError: the buffer has the wrong device, dtype, layout or size, or a factor is not finite.
     """
-    x = BufferCheck(table).flat("flat", flat, torch.float32, written=True)
-    weights = _per_segment("factors", factors, table)
-    segments = cpu_segments(table)
-    return bool(extension().scale_segments(segments, x, weights.data_ptr(), thread_count(threads)))
+    b = backend_of(flat, table, threads)
+    x = b.check().flat("flat", flat, torch.float32, written=True)
+    weights = b.place(_per_segment("factors", factors, table))
+    return b.fits(b.module.scale_segments, b.segments, x, weights.data_ptr())
 
 
 def _groups(name: str, numel: int) -> int:
@@ -299,14 +292,21 @@ def _groups(name: str, numel: int) -> int:
 
 
 def _payload(
-    check: BufferCheck, fmt: WireFormat, name: str, t: torch.Tensor, numel: int, *, written: bool = False
+    backend: Backend,
+    check: BufferCheck,
+    fmt: WireFormat,
+    name: str,
+    t: torch.Tensor,
+    numel: int,
+    *,
+    written: bool = False,
 ) -> int:
-    address = check.buffer(name, t, torch.uint8, written=written)
+    # A lane of a warp takes four elements at once; where there are scales, chunks begin at words.
+    alignment = {"fp32": 16, "bf16": 8}.get(fmt.name, 4) if backend.on_gpu else 4
+    address = check.buffer(name, t, torch.uint8, written=written, alignment=alignment)
     expected = _groups("chunk", numel) * fmt.group_bytes
     if t.numel() != expected:
         raise NativeError(name, f"{expected} bytes, as {numel} elements in {fmt.name} need", str(t.numel()))
-    if address % 4:
-        raise NativeError(name, "memory that begins at a multiple of 4 bytes", "a view")
     return address
 
 

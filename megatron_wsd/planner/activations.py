@@ -3,8 +3,9 @@
 The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): add up what each operation saves.
 Their formula, sbh (34 + 5 a s / h), is of a GPT with GELU and dropout; the terms here are of this package's
 model (RMSNorm, SwiGLU, grouped queries, no dropout) in megatron-core's local layers, element by element as
-autograd saves them. s is the sequence length, b the micro-batch, h and f the hidden sizes, a the heads, d the
-size of a head, V the vocabulary, e the bytes of an element.
+autograd saves them. s is the sequence length, b the micro-batch, h and f the hidden sizes, a the heads, d
+the size of a head, V the vocabulary, e the bytes of an element, T the ranks of tensor parallelism. They share
+a, f and V; each has all of the residual stream, there being no sequence parallelism.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ def activations(
         element: bytes of an element, 2 for bf16 and 4 for fp32.
         flash: attention never writes its scores to memory; else as megatron-core's local attention.
     """
-    s, b, h = model.seq_length, micro_batch, model.hidden_size
+    s, b, h, t = model.seq_length, micro_batch, model.hidden_size, model.tensor_parallel
+    vocab //= t
     layer = _layer(model, b, element, flash)
     # norm before the output layer (in fp32, input and result, with its factors) and that layer's input; the
-    # softmax of the loss in fp32; token ids, labels, masks
-    outside = s * b * (8 * h + 4 + element * h + 4 * vocab + 17) + (0 if flash else s * s)
+    # softmax of the loss in fp32; token ids, labels, masks, and which tokens another rank embeds
+    outside = s * b * (8 * h + 4 + element * h + 4 * vocab + 17 + (t > 1)) + (0 if flash else s * s)
     logits = element * s * b * vocab if element != 4 else 0  # fp32 logits become the softmax in place
-    scores = 0 if flash else element * model.num_attention_heads * s * s * b
-    inside = max(2 * scores, 4 * element * s * b * model.ffn_hidden_size)  # gradients within a layer
+    scores = 0 if flash else element * model.num_attention_heads // t * s * s * b
+    inside = max(2 * scores, 4 * element * s * b * model.ffn_hidden_size // t)  # gradients within a layer
     if model.recompute:
         kept = model.num_layers * element * s * b * h + 4 * s * (h // model.num_attention_heads)
         at_loss, in_layer = outside + logits, layer + inside
@@ -58,12 +60,14 @@ def activations(
 
 def _layer(model: ModelConfig, b: int, e: int, flash: bool) -> int:
     """Saved by one layer that is not recomputed."""
-    s, h, f, a = model.seq_length, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads
-    d = h // a
+    s, h, t = model.seq_length, model.hidden_size, model.tensor_parallel
+    f, a = model.ffn_hidden_size // t, model.num_attention_heads // t
+    d = h // model.num_attention_heads
     norms = 2 * (2 * 4 * s * b * h + 4 * s * b)  # in fp32: input and result, and one factor a token
-    tensors = 6 * e * s * b * h  # inputs of qkv, proj and fc1; queries, and keys and values for every head
-    if model.num_query_groups == a:  # values are then a view that keeps all of the qkv output
-        tensors += 2 * e * s * b * h
+    # inputs of qkv and fc1; input of proj, queries, and keys and values for every head
+    tensors = 2 * e * s * b * h + 4 * e * s * b * (h // t)
+    if model.num_query_groups == model.num_attention_heads:
+        tensors += 2 * e * s * b * (h // t)  # values are then a view that keeps all of the qkv output
     swiglu = 5 * e * s * b * f  # gate and up, twice the gated product's factors, input of fc2
     rotary = 4 * e * s * d
     softmax = 4 * a * s * b if flash else e * a * s * s * b

@@ -81,7 +81,7 @@ def _inner(config: Config, parameters: Sequence[Parameter]) -> list[Part]:
     zero: dict[str, Any] = ds["zero_optimization"]
     e = element_bytes(config)
     shard = sum(p.shard(ranks) for p in parameters)
-    whole = sum(p.global_numel for p in parameters)
+    whole = sum(p.piece_numel for p in parameters)
     weights_at = _offloaded(zero, "offload_param")
     state_at = _offloaded(zero, "offload_optimizer")
     accumulated = ds.get("data_types", {}).get("grad_accum_dtype")
@@ -89,11 +89,11 @@ def _inner(config: Config, parameters: Sequence[Parameter]) -> list[Part]:
     optimizer = str(ds.get("optimizer", {}).get("type", "AdamW")).lower()
     moments = _INNER_STATE.get(optimizer, 8)
     threshold = int(zero.get("stage3_param_persistence_threshold", 100_000))
-    small = sum(p.global_numel for p in parameters if p.global_numel <= threshold)
+    small = sum(p.piece_numel for p in parameters if p.piece_numel <= threshold)
     live = min(whole, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
     bucket = int(zero.get("reduce_bucket_size", 500_000_000))
     group = min(shard, int(zero.get("sub_group_size", 1_000_000_000)))
-    largest = max(p.global_numel for p in parameters)
+    largest = max(p.piece_numel for p in parameters)
     parts = [
         Part("weights", weights_at, "always", e * shard, f"{e} B a parameter of the shard"),
         Part("gradients", state_at, "always", g * shard, f"{g} B a parameter of the shard"),
@@ -179,22 +179,24 @@ def _outer(config: Config, parameters: Sequence[Parameter]) -> list[Part]:
     lossy, free = sync.wire != "fp32", sync.mode == "async"
     bucket = min(sync.bucket_bytes, round(wire * largest))
     in_flight = total if free else largest
+    there: Where = "device" if outer.device == "cuda" else "host"
     which = "each fragment may have one in flight" if free else "the largest fragment"
     parts = [
-        Part("anchor", "host", "always", anchor * total, f"{anchor} B a parameter of the shard"),
-        Part("outer moments", "host", "always", state, f"{state / total:.2f} B, {outer.optimizer}"),
-        Part("base", "host", "always", anchor * total if free else 0, f"{anchor} B, last adopted"),
-        Part("captured pseudo-gradient", "host", "always", 4 * in_flight, f"4 B, {which}"),
-        Part("error feedback", "host", "always", 4 * total if lossy else 0, f"4 B, since {sync.wire} rounds"),
-        Part("scratch", "host", "always", 4 * largest, "4 B, the largest fragment"),
-        Part("merged pseudo-gradient", "host", "always", 4 * largest, "4 B, the largest fragment"),
-        Part("incoming bucket", "host", "always", bucket, "the smaller of bucket_bytes and a fragment"),
+        Part("anchor", there, "always", anchor * total, f"{anchor} B a parameter of the shard"),
+        Part("outer moments", there, "always", state, f"{state / total:.2f} B, {outer.optimizer}"),
+        Part("base", there, "always", anchor * total if free else 0, f"{anchor} B, last adopted"),
+        Part("captured pseudo-gradient", there, "always", 4 * in_flight, f"4 B, {which}"),
+        Part("error feedback", there, "always", 4 * total if lossy else 0, f"4 B, since {sync.wire} rounds"),
+        Part("scratch", there, "always", 4 * largest, "4 B, the largest fragment"),
+        Part("merged pseudo-gradient", there, "always", 4 * largest, "4 B, the largest fragment"),
+        Part("incoming bucket", there, "always", bucket, "the smaller of bucket_bytes and a fragment"),
+        Part("bucket of the network", "host", "always", bucket if there == "device" else 0, "pinned"),
         Part(
-            "encoded contribution", "host", "round", round(wire * in_flight) if lossy else 0,
+            "encoded contribution", there, "round", round(wire * in_flight) if lossy else 0,
             f"{wire:.4g} B, {which}",
         ),
         Part(
-            "decoded contribution", "host", "round", 4 * largest if sync.merge == "radial" else 0,
+            "decoded contribution", there, "round", 4 * largest if sync.merge == "radial" else 0,
             "4 B, the largest fragment, for its norms",
         ),
     ]  # fmt: skip

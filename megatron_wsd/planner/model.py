@@ -19,19 +19,28 @@ class Parameter:
     Attributes:
         name: dotted, as in the model.
         shape: of the whole parameter.
+        tensor_parallel: T, the ranks that hold one model among them; ZeRO-3 shards over the others.
+        cut: whether each of them holds a piece of it; else each holds all of it.
     """
 
     name: str
     shape: tuple[int, ...]
+    tensor_parallel: int = 1
+    cut: bool = False
 
     @property
     def global_numel(self) -> int:
         """Elements over all ranks."""
         return math.prod(self.shape)
 
+    @property
+    def piece_numel(self) -> int:
+        """Elements that are gathered on a rank: of its piece, or of the whole."""
+        return self.global_numel // self.tensor_parallel if self.cut else self.global_numel
+
     def shard(self, ranks: int) -> int:
-        """Elements of its largest ZeRO-3 shard; the last rank's may be smaller."""
-        return -(-self.global_numel // ranks)
+        """Elements of its largest ZeRO-3 shard among the ``ranks`` of an island."""
+        return -(-self.piece_numel // (ranks // self.tensor_parallel))
 
 
 def _preset(layers: int, hidden: int, ffn: int, heads: int, groups: int, seq: int, vocab: int) -> ModelConfig:
@@ -82,6 +91,8 @@ def vocabulary(config: Config) -> int:
 def parameters_of(model: ModelConfig, vocab: int) -> list[Parameter]:
     """All parameters, in the order of the model.
 
+    Tensor parallelism cuts every matrix and the embeddings, and leaves the norms whole.
+
     Args:
         model: its shape.
         vocab: rows of the embedding.
@@ -96,13 +107,13 @@ def parameters_of(model: ModelConfig, vocab: int) -> list[Parameter]:
         ("mlp.linear_fc1.weight", (2 * f, h)),
         ("mlp.linear_fc2.weight", (h, f)),
     )
-    found = [Parameter("embedding.word_embeddings.weight", (vocab, h))]
+    found: list[tuple[str, tuple[int, ...]]] = [("embedding.word_embeddings.weight", (vocab, h))]
     for i in range(model.num_layers):
-        found += [Parameter(f"decoder.layers.{i}.{name}", shape) for name, shape in layer]
-    found.append(Parameter("decoder.final_layernorm.weight", (h,)))
+        found += [(f"decoder.layers.{i}.{name}", shape) for name, shape in layer]
+    found.append(("decoder.final_layernorm.weight", (h,)))
     if not model.tie_embeddings:
-        found.append(Parameter("output_layer.weight", (vocab, h)))
-    return found
+        found.append(("output_layer.weight", (vocab, h)))
+    return [Parameter(name, shape, model.tensor_parallel, len(shape) > 1) for name, shape in found]
 
 
 def flops_per_token(model: ModelConfig, vocab: int) -> float:

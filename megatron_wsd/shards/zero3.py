@@ -63,9 +63,9 @@ class Shards(Protocol):
         """Make the island hold ``values``; all ranks must call it."""
 
 
-def host_zeros(numel: int) -> torch.Tensor:
-    """fp32 zeros [numel] to copy shards into: pinned where there is CUDA, for a fast copy."""
-    return torch.zeros(numel, pin_memory=torch.cuda.is_available())
+def _finish_copies() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 class Zero3Shards:
@@ -118,10 +118,9 @@ class Zero3Shards:
             members: which of `shards`; all by default.
         """
         for i, target in zip(self._which(members), out, strict=True):
-            # Into pinned memory without a wait for each; anywhere else this waits.
+            # On a device and into pinned memory without a wait for each; anywhere else this waits.
             target.copy_(self._master(self._params[i])[: self.shards[i].numel], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        _finish_copies()
 
     def _working(self, i: int) -> Any:
         return self._params[i]
@@ -142,8 +141,9 @@ class Zero3Shards:
         for i, value in zip(self._which(members), values, strict=True):
             numel, working = self.shards[i].numel, self._working(i)
             master = self._master(self._params[i])[:numel]
-            master.copy_(value)
+            master.copy_(value, non_blocking=True)
             working.ds_tensor.data.view(-1)[:numel].copy_(master)
+        _finish_copies()  # the caller may overwrite its values
         # Gathered copies predate the write. ZeRO-3 keeps small parameters gathered at all times, and others
         # after a forward pass that had no backward, such as a validation: drop them all, and gather anew
         # those that must be. (The small ones first and by hand: the coordinator does not count them.)

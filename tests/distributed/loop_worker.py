@@ -28,11 +28,14 @@ import torch.distributed as dist
 import torchft  # noqa: F401  # here, so that a process which is forked from this module has it
 
 from megatron_wsd.config import parse_config
+from megatron_wsd.diloco import outer_loop
 from megatron_wsd.diloco import round as round_module
 from megatron_wsd.diloco.faults import VARIABLE, parse_faults
 from megatron_wsd.diloco.island import IslandAddress
 from megatron_wsd.diloco.local import Local
 from megatron_wsd.diloco.loop import Decoupled, Lockstep, OuterLoop
+from megatron_wsd.diloco.membership import Membership
+from megatron_wsd.diloco.residence import Residence
 from megatron_wsd.errors import MegatronWSDError
 from megatron_wsd.shards.zero3 import Shard
 
@@ -49,10 +52,11 @@ SHAPES = {
 class PlainShards:
     """Tensors in the place of an engine's shards."""
 
-    def __init__(self, seed: int, without: str = "") -> None:
+    def __init__(self, seed: int, without: str = "", device: str = "cpu") -> None:
         g = torch.Generator().manual_seed(seed)
         shapes = {name: shape for name, shape in SHAPES.items() if name != without}
-        self.values = [torch.randn(torch.Size(shape), generator=g).view(-1) for shape in shapes.values()]
+        drawn = [torch.randn(torch.Size(shape), generator=g).view(-1) for shape in shapes.values()]
+        self.values = [value.to(device) for value in drawn]
         self.shards = [
             Shard(name, shape, 0, v.numel())
             for (name, shape), v in zip(shapes.items(), self.values, strict=True)
@@ -68,9 +72,16 @@ class PlainShards:
 
 
 class PlainEngine:
-    """What the outer loop needs of an engine."""
+    """What the outer loop needs of an engine.
 
-    def __init__(self, shards: PlainShards, island: int) -> None:
+    Args:
+        shards: that it trains.
+        island: number of the island.
+        busy_cycles: for which the training stream of a GPU does something else before each step.
+    """
+
+    def __init__(self, shards: PlainShards, island: int, busy_cycles: int = 0) -> None:
+        self._busy_cycles = busy_cycles
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._shards, self._island = shards, island
 
@@ -83,21 +94,51 @@ class PlainEngine:
     def train(self) -> None:
         """One inner step: a pull towards this island's target, and noise of this step."""
         g = torch.Generator().manual_seed(1_000_003 * self._island + self.global_steps)
+        if self._busy_cycles:
+            torch.cuda._sleep(self._busy_cycles)
         for i, value in enumerate(self._shards.values):
             target = float(self._island) - 1.0
-            value.add_(0.02 * (target - value) + 0.01 * torch.randn(value.shape, generator=g)).add_(i * 0.0)
+            noise = torch.randn(value.shape, generator=g).to(value.device)
+            value.add_(0.02 * (target - value) + 0.01 * noise).add_(i * 0.0)
         self.global_steps += 1
+
+
+def live_elsewhere(job: dict[str, Any]) -> None:
+    """Let the outer half live where the job says: messages over the host's memory, CUDA's kernels beneath."""
+    if job.get("staged") or job.get("emulated"):
+        there = Residence(torch.device("cpu"), staged=True)
+        outer_loop.residence_of = lambda config: there
+    if job.get("emulated"):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "numerics" / "cuda_on_cpu"))
+        import emulated
+
+        emulated.send_everything(emulated.load(Path(job["emulated"])))
+
+
+def watch_messages() -> set[int]:
+    """Where the memory begins in which payloads are when they are sent or received."""
+    plain, found = Membership.broadcast, set()
+
+    def watched(seat: Membership, tensor: torch.Tensor, source: int) -> None:
+        if tensor.dtype == torch.uint8:
+            found.add(tensor.untyped_storage().data_ptr())
+        plain(seat, tensor, source)
+
+    Membership.broadcast = watched  # type: ignore[method-assign]
+    return found
 
 
 def build(job: dict[str, Any]) -> tuple[OuterLoop, PlainEngine, PlainShards]:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = job.get("device", "cpu")
+    job["config"]["megatron_wsd"]["outer"]["device"] = device
     config = parse_config(job["config"], islands=job["islands"], ranks=1)
     address = IslandAddress(
         job["island"], job["islands"], job["lighthouse"], ("localhost", store.port), Path(job["run_dir"])
     )
-    shards = PlainShards(job.get("weight_seed", 0), job.get("without", ""))
-    engine = PlainEngine(shards, job["island"])
+    shards = PlainShards(job.get("weight_seed", 0), job.get("without", ""), job.get("shards", device))
+    engine = PlainEngine(shards, job["island"], job.get("busy_cycles", 0))
     kind = Lockstep if config.sync.mode == "sync" else Decoupled
     loop = kind(engine, config, address, 0, shards)
     loop.store = store  # type: ignore[attr-defined]  # must outlive the manager
@@ -188,6 +229,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     home = Path(job["run_dir"]) / f"island_{job['island']}"
     folder = home / "checkpoint"
     trace = Trace(home / "trace.jsonl", job["island"])
+    live_elsewhere(job)
+    messages_at = watch_messages()
     loop, engine, shards = build(job)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -225,13 +268,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "tokens": loop.tokens,
         "digest": loop.state.digest(),
         "holds_anchor": all(
-            torch.equal(v, shards.values[i])
+            torch.equal(v.to(shards.values[i].device), shards.values[i])
             for f, own in zip(loop.state.fragments, loop._local.fragments, strict=True)
             for v, i in zip(f.layout.views(f.anchor.float()), own.members, strict=True)
         ),
         "trained": trained,
         "seconds": seconds,
         "longest_pause_s": longest,
+        "message_rooms": len(messages_at),
     }
     loop.close()
     return result

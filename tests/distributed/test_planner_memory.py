@@ -1,8 +1,9 @@
-"""The planner's memory against a real engine and the real model, in one process of one rank."""
+"""The planner's memory against a real engine and the real model, on one rank and on two that share it."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16, recomputed, every head its own keys": {"bf16": True, "recompute": True, "num_query_groups": 4},
     "bf16, every head its own keys": {"bf16": True, "num_query_groups": 4},
+    "tensor parallel": {"tensor_parallel": 2},
+    "tensor parallel, recomputed, over 4 ranks": {"tensor_parallel": 2, "recompute": True, "ranks": 4},
+    "tensor parallel, every head its own keys": {"tensor_parallel": 2, "num_query_groups": 4},
 }
 
 
@@ -31,18 +35,33 @@ def measure(folder: Path, **changes: Any) -> tuple[Config, dict[str, Any]]:
     raw = json.loads(TINY.read_text())
     raw["train_micro_batch_size_per_gpu"] = 2
     raw["bf16"] = {"enabled": changes.pop("bf16", False)}
+    ranks = changes.pop("ranks", changes.get("tensor_parallel", 1))
     raw["zero_optimization"]["reduce_bucket_size"] = 300_000
     raw.pop("tensorboard")
     shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 176, "seq_length": 48}
     raw["megatron_wsd"]["model"] |= shape | changes
     file = folder / "config.json"
     file.write_text(json.dumps(raw))
-    done = subprocess.run(
-        [sys.executable, SCRIPT, file], capture_output=True, text=True, check=False, timeout=300
-    )
-    line = next((x for x in done.stdout.splitlines() if x.startswith("MEASURED ")), None)
-    assert line is not None, done.stdout[-2000:] + done.stderr[-4000:]
-    return load_config(file, islands=1, ranks=1), json.loads(line.removeprefix("MEASURED "))
+    with open(folder / "out", "w") as out:
+        started = [
+            subprocess.Popen(
+                [sys.executable, SCRIPT, file, folder / "store"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            )
+            for rank in range(ranks)
+        ]
+    try:
+        for process in started:
+            process.wait(300)
+    finally:
+        for process in started:
+            process.kill()
+    text = (folder / "out").read_text()
+    line = next((x for x in text.splitlines() if x.startswith("MEASURED ")), None)
+    assert line is not None, text[-6000:]
+    return load_config(file, islands=1, ranks=ranks), json.loads(line.removeprefix("MEASURED "))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,9 @@
-"""The GPU tests share the float64 reference and the gradients of tests/numerics."""
+"""The GPU tests share references and scenarios of tests/numerics and tests/distributed."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
+for folder in ("numerics", "distributed"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

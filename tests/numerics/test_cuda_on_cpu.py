@@ -1,4 +1,4 @@
-"""The CUDA kernel file itself, built by a C++ compiler and run warp by warp in lockstep, against the CPU.
+"""The CUDA extension itself, built by a C++ compiler and run warp by warp in lockstep, against the CPU.
 
 `cuda_on_cpu/cuda_runtime.h` stands in for CUDA's. What this cannot show is nvcc's own translation and the
 memory model of a device; tests/gpu does where there is one.
@@ -6,24 +6,27 @@ memory model of a device; tests/gpu does where there is one.
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import emulated
+import numpy as np
 import pytest
 import torch
 from cgad_reference import bits, copy8, gradients, numbers, state_bits
+from emulated import everything_on_gpu
 
+from megatron_wsd.errors import NativeError
 from megatron_wsd.optim import native
-from megatron_wsd.optim.digests import column_salt
-from megatron_wsd.optim.layout import FlatLayout, Segment
-from megatron_wsd.optim.segments import cpu_segments
-from megatron_wsd.optim.steps import AdamStep, State8
+from megatron_wsd.optim.backend import CudaBackend
+from megatron_wsd.optim.digests import digest_flat
+from megatron_wsd.optim.layout import FlatLayout, Segment, SegmentTable
+from megatron_wsd.optim.momentum import Vector, momentum_step, vector_tensors
+from megatron_wsd.optim.native import DigestSum
+from megatron_wsd.optim.outer import OuterHyper, make_outer
+from megatron_wsd.optim.steps import DynamicState8, MomentumStep, SGDStep, State8, Vector8
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent / "cuda_on_cpu"
 # Whole and partial blocks, one element, empty, odd starts, an element index that passes 2^32 inside a block.
 SHARDS = (
     (1, 0),
@@ -35,89 +38,28 @@ SHARDS = (
     (300, 2**33 - 7),
     (5, 2**40 + 17),
 )
-COMPILER = shutil.which("g++") or shutil.which("c++")
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
-    command = [
-        COMPILER,
-        *flags,
-        f"-I{HERE}",
-        f"-I{ROOT / 'csrc'}",
-        str(HERE / "driver.cpp"),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
-    for function in (loaded.step8, loaded.step32, loaded.flaws):
-        function.restype = ctypes.c_char_p
-    return loaded
+def cuda(emulated_cuda: Path) -> ModuleType:
+    return emulated.load(emulated_cuda)
 
 
 def layout_of_shards() -> FlatLayout:
     return FlatLayout([Segment(f"p{i}", 1000 + i, n, start, True) for i, (n, start) in enumerate(SHARDS)])
 
 
-def pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if t is None else t.data_ptr())
+def inside(layout: FlatLayout) -> torch.Tensor:
+    """True where there are elements, False in the padding."""
+    found = torch.zeros(layout.total, dtype=torch.bool)
+    for view in layout.views(found):
+        view.fill_(True)
+    return found
 
 
-class Kernel:
-    """Calls of the compiled kernels on the segments of one layout."""
-
-    def __init__(self, library: ctypes.CDLL, layout: FlatLayout) -> None:
-        self._library = library
-        columns = cpu_segments(layout.table).columns()
-        self._kept = [torch.tensor(column, dtype=torch.int64) for column in columns]
-        addresses = [t.data_ptr() for t in self._kept]
-        self._table = (
-            (ctypes.c_void_p * 5)(*addresses),
-            ctypes.c_int64(len(columns[0])),
-            ctypes.c_int64(columns[4][-1]),
-        )
-
-    def step(
-        self,
-        state: dict[str, torch.Tensor],
-        anchor: torch.Tensor,
-        grad: torch.Tensor,
-        hyper: AdamStep,
-        copy: torch.Tensor | None,
-        part: str,
-    ) -> int:
-        digest = ctypes.c_uint64(0)
-        names = ["anchor", *state]
-        salts = (ctypes.c_uint64 * 5)(*(column_salt(part, name) for name in names))
-        values = (hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.gate)
-        call = self._library.step8 if "r_codes" in state else self._library.step32
-        error = call(
-            *self._table,
-            pointer(anchor),
-            int(anchor.dtype == torch.bfloat16),
-            pointer(grad),
-            pointer(copy),
-            ctypes.byref(digest),
-            salts,
-            (ctypes.c_double * 6)(*values),
-            ctypes.c_int64(hyper.step),
-            ctypes.c_uint64(hyper.seed),
-            *(pointer(t) for t in state.values()),
-        )
-        assert error is None
-        return digest.value
-
-    def flaws(self, grad: torch.Tensor, device: int = 0) -> int:
-        found = ctypes.c_uint64(77)
-        error = self._library.flaws(*self._table, pointer(grad), ctypes.byref(found), ctypes.c_int(device))
-        if error is not None:
-            raise RuntimeError(error.decode())
-        return found.value
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bits(a.view(torch.uint8)) == bits(b.view(torch.uint8))
 
 
 def special(kind: str, n: int) -> Callable[[], torch.Tensor]:
@@ -135,83 +77,224 @@ def special(kind: str, n: int) -> Callable[[], torch.Tensor]:
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["mild", "outlier", "sparse", "denormal"])
 def test_eight_bit_step_gives_the_bits_of_the_cpu_path(
-    kernels: ctypes.CDLL, kind: str, dtype: torch.dtype
+    cuda: ModuleType, kind: str, dtype: torch.dtype
 ) -> None:
     layout = layout_of_shards()
-    kernel, n = Kernel(kernels, layout), layout.total
+    n, table = layout.total, layout.table
     anchor = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
     state, copy = State8.zeros(n, 256), torch.full((n,), 7.0, dtype=torch.bfloat16)
     theirs, their_state, their_copy = anchor.clone(), copy8(state), copy.clone()
     draw = special(kind, n)
     for t in range(1, 7):
         g, hyper = draw(), numbers(t, weight_decay=0.1, gate=0.7, seed=5)
-        found = native.DigestSum("coded")
-        assert native.cgad_step8(anchor, g, state, layout.table, hyper, copy=copy, digest=found)
-        digest = kernel.step(their_state.tensors(), theirs, g, hyper, their_copy, "coded")
-        assert bits(theirs.view(torch.uint8)) == bits(anchor.view(torch.uint8))
+        here, there = DigestSum("coded"), DigestSum("coded")
+        assert native.cgad_step8(anchor, g, state, table, hyper, copy=copy, digest=here)
+        with everything_on_gpu(cuda):
+            assert native.cgad_step8(theirs, g, their_state, table, hyper, copy=their_copy, digest=there)
+        assert same(theirs, anchor) and same(their_copy, copy)
         assert state_bits(their_state) == state_bits(state)
-        assert bits(their_copy.view(torch.uint8)) == bits(copy.view(torch.uint8))
-        assert digest == found.total
+        assert there.total == here.total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_fp32_step_gives_the_bits_of_the_cpu_path(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_fp32_step_gives_the_bits_of_the_cpu_path(cuda: ModuleType, dtype: torch.dtype) -> None:
     layout = layout_of_shards()
-    kernel, n = Kernel(kernels, layout), layout.total
+    n, table = layout.total, layout.table
     anchor = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(dtype)
-    state = {"m": torch.zeros(n), "v": torch.zeros(n)}
-    theirs, their_state = anchor.clone(), {name: t.clone() for name, t in state.items()}
+    mine = [anchor, torch.zeros(n), torch.zeros(n)]
+    theirs = [t.clone() for t in mine]
     draw = special("denormal", n)
     for t in range(1, 5):
         g, hyper = draw(), numbers(t, weight_decay=0.1, seed=6)
-        found = native.DigestSum("plain")
-        native.cgad_step32(anchor, g, state["m"], state["v"], layout.table, hyper, digest=found)
-        assert kernel.step(their_state, theirs, g, hyper, None, "plain") == found.total
-        assert bits(theirs.view(torch.uint8)) == bits(anchor.view(torch.uint8))
-        assert bits(*their_state.values()) == bits(*state.values())
+        here, there = DigestSum("plain"), DigestSum("plain")
+        native.cgad_step32(mine[0], g, mine[1], mine[2], table, hyper, digest=here)
+        with everything_on_gpu(cuda):
+            native.cgad_step32(theirs[0], g, theirs[1], theirs[2], table, hyper, digest=there)
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert there.total == here.total
 
 
-def test_padding_is_neither_read_nor_written(kernels: ctypes.CDLL) -> None:
+def vectors(n: int, coded: bool, delayed: bool) -> tuple[Vector, Vector | None]:
+    def zeros() -> Vector:
+        return Vector8.zeros(n, 256) if coded else torch.zeros(n)
+
+    return zeros(), zeros() if delayed else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("coded", [False, True], ids=["plain", "coded"])
+@pytest.mark.parametrize("period", [1, 3])
+def test_momentum_gives_the_bits_of_the_cpu_path(
+    cuda: ModuleType, period: int, coded: bool, dtype: torch.dtype
+) -> None:
     layout = layout_of_shards()
-    kernel, n = Kernel(kernels, layout), layout.total
-    inside = torch.zeros(n, dtype=torch.bool)
-    for view in layout.views(inside):
-        view.fill_(True)
+    n, table = layout.total, layout.table
+    anchor = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
+    mine, copy = vectors(n, coded, period > 1), torch.zeros(n, dtype=torch.bfloat16)
+    theirs, their_anchor, their_copy = vectors(n, coded, period > 1), anchor.clone(), copy.clone()
+    draw = special("denormal", n)
+    for t in range(1, 8):
+        g, hyper = draw(), MomentumStep(0.3, 0.9, period, weight_decay=0.1, step=t, seed=4)
+        here, there = DigestSum("x"), DigestSum("x")
+        assert momentum_step(anchor, g, *mine, table, hyper, copy=copy, digest=here)
+        with everything_on_gpu(cuda):
+            assert momentum_step(their_anchor, g, *theirs, table, hyper, copy=their_copy, digest=there)
+        assert same(anchor, their_anchor) and same(copy, their_copy)
+        kept = zip(vector_tensors(*mine).values(), vector_tensors(*theirs).values(), strict=True)
+        assert all(same(a, b) for a, b in kept)
+        assert there.total == here.total
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_gives_the_bits_of_the_cpu_path(
+    cuda: ModuleType, momentum: float, nesterov: bool, dtype: torch.dtype
+) -> None:
+    layout = layout_of_shards()
+    n, table = layout.total, layout.table
+    anchor = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
+    their_anchor = anchor.clone()
+    mine, theirs = (torch.zeros(n) if momentum else None for _ in range(2))
+    draw = special("denormal", n)
+    for t in range(1, 5):
+        g, hyper = draw(), SGDStep(0.3, momentum, nesterov, weight_decay=0.1, step=t, seed=4)
+        here, there = DigestSum("x"), DigestSum("x")
+        assert native.sgd_step(anchor, g, mine, table, hyper, digest=here)
+        with everything_on_gpu(cuda):
+            assert native.sgd_step(their_anchor, g, theirs, table, hyper, digest=there)
+        assert same(anchor, their_anchor) and there.total == here.total
+        assert mine is None or (theirs is not None and same(mine, theirs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["cgad", "sgd", "nesterov", "delayed_nesterov"])
+def test_outer_optimizers_hold_the_same_state(cuda: ModuleType, kind: str, dtype: torch.dtype) -> None:
+    layout = FlatLayout(
+        [Segment(f"p{i}", 1000 + i, n, start, i % 2 == 0) for i, (n, start) in enumerate(SHARDS)]
+    )
+    hyper = OuterHyper(lr=0.1, momentum=0.0 if kind == "sgd" else 0.9, momentum_period=2, seed=3)
+    here, there = (make_outer(kind, layout, hyper, dtype) for _ in range(2))
+    anchor, theirs = (torch.zeros(layout.total, dtype=dtype) for _ in range(2))
+    draw = special("mild", layout.total)
+    for _ in range(4):
+        g = draw()
+        with everything_on_gpu(cuda):
+            digest = there.step(theirs, g)
+            there.forget_digest()
+            assert there.digest(theirs) == digest
+        assert here.step(anchor, g) == digest and same(anchor, theirs)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 511, 512, 513, 1023, 1024, 1025, 3 * 1024, 70_001])
+def test_digest_of_a_plain_array(cuda: ModuleType, nbytes: int) -> None:
+    array = torch.randint(0, 256, (nbytes,), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+    for salt in (0, 2**64 - 1):
+        expected = native.digest(array, salt)
+        with everything_on_gpu(cuda):
+            assert native.digest(array, salt) == expected
+
+
+def test_digest_of_a_flat_state_does_not_see_the_padding(cuda: ModuleType) -> None:
+    layout = layout_of_shards()
+    n, draw = layout.total, torch.Generator().manual_seed(9)
+    tensors = {
+        "floats": torch.randn(n, generator=draw),
+        "halves": torch.randn(n, generator=draw).bfloat16(),
+        "codes": torch.randint(-128, 128, (n,), generator=draw, dtype=torch.int8),
+        "codes_scale": torch.randn(layout.table.num_blocks, generator=draw),
+    }
+    found = []
+    for number in range(2):
+        here, there = DigestSum("p"), DigestSum("p")
+        digest_flat(layout.table, tensors, here)
+        with everything_on_gpu(cuda):
+            digest_flat(layout.table, tensors, there)
+        assert there.total == here.total
+        found.append(here.total)
+        for name in ("floats", "halves", "codes"):
+            tensors[name][~inside(layout)] = number + 1
+    assert found[0] == found[1]
+
+
+def test_padding_is_neither_read_nor_written(cuda: ModuleType) -> None:
+    layout = layout_of_shards()
+    n, there = layout.total, inside(layout)
     state, clean_state = State8.zeros(n, 256), State8.zeros(n, 256)
     p, g = torch.zeros(n), gradients("mild", n, seed=3)()
     clean_p, clean_g = p.clone(), g.clone()
-    p[~inside], g[~inside] = float("nan"), float("nan")
-    state.r_codes[~inside], state.s_codes[~inside] = 0x55, 0x55
-    for t in (1, 2):
-        poisoned = kernel.step(state.tensors(), p, g, numbers(t), None, "")
-        assert poisoned == kernel.step(clean_state.tensors(), clean_p, clean_g, numbers(t), None, "")
-    assert bits(p[inside]) == bits(clean_p[inside])
-    assert bool(torch.isnan(p[~inside]).all()) and bool((state.s_codes[~inside] == 0x55).all())
+    p[~there], g[~there] = float("nan"), float("nan")
+    state.r_codes[~there], state.s_codes[~there] = 0x55, 0x55
+    with everything_on_gpu(cuda):
+        for t in (1, 2):
+            poisoned, clean = DigestSum(), DigestSum()
+            assert native.cgad_step8(p, g, state, layout.table, numbers(t), digest=poisoned)
+            assert native.cgad_step8(clean_p, clean_g, clean_state, layout.table, numbers(t), digest=clean)
+            assert poisoned.total == clean.total
+        assert native.gradient_ok(g, layout.table)
+    assert bits(p[there]) == bits(clean_p[there])
+    assert bool(torch.isnan(p[~there]).all()) and bool((state.s_codes[~there] == 0x55).all())
     assert bits(state.r_scale, state.s_scale) == bits(clean_state.r_scale, clean_state.s_scale)
-    assert kernel.flaws(g) == 0
 
 
 @pytest.mark.parametrize("flaw", [float("nan"), float("inf"), -float("inf"), 1e19, -1e19])
-def test_finds_what_a_step_cannot_take(kernels: ctypes.CDLL, flaw: float) -> None:
+def test_finds_what_a_step_cannot_take(cuda: ModuleType, flaw: float) -> None:
     layout = layout_of_shards()
-    kernel = Kernel(kernels, layout)
     good = torch.full((layout.total,), 2.0**63)
-    assert kernel.flaws(good) == 0
-    for view in layout.views(torch.arange(layout.total)):
-        for where in {int(i) for i in (view[:1].tolist() + view[-1:].tolist())}:
-            bad = good.clone()
-            bad[where] = flaw
-            assert kernel.flaws(bad) == 1
+    with everything_on_gpu(cuda):
+        assert native.gradient_ok(good, layout.table)
+        for view in layout.views(torch.arange(layout.total)):
+            for where in {int(i) for i in (view[:1].tolist() + view[-1:].tolist())}:
+                bad = good.clone()
+                bad[where] = flaw
+                assert not native.gradient_ok(bad, layout.table)
 
 
-def test_empty_tables_and_unknown_devices(kernels: ctypes.CDLL) -> None:
-    empty = Kernel(kernels, FlatLayout([Segment("w", 1, 0, 0, True)]))
-    nothing = torch.zeros(0)
-    assert empty.flaws(nothing) == 0
-    assert empty.step(State8.zeros(0, 256).tensors(), nothing, nothing, numbers(1), None, "") == 0
-    some = FlatLayout([Segment("w", 1, 10, 0, True)])
-    with pytest.raises(RuntimeError, match="invalid argument"):
-        Kernel(kernels, some).flaws(torch.zeros(256), device=3)
+def test_empty_tables_and_unknown_devices(cuda: ModuleType) -> None:
+    empty = FlatLayout([Segment("w", 1, 0, 0, True)])
+    nothing, digest = torch.zeros(0), DigestSum()
+    with everything_on_gpu(cuda):
+        assert native.gradient_ok(nothing, empty.table)
+        assert native.cgad_step8(
+            nothing, nothing, State8.zeros(0, 256), empty.table, numbers(1), digest=digest
+        )
+        assert digest.total == 0
+        table = FlatLayout([Segment("w", 1, 10, 0, True)]).table
+        with pytest.raises(RuntimeError, match="CUDA: invalid argument"):
+            CudaBackend(table, torch.device("cpu", 3)).gradient_ok(torch.zeros(256).data_ptr())
+
+
+def test_refuses_what_the_kernels_are_not_made_for(cuda: ModuleType) -> None:
+    layout = layout_of_shards()
+    n = layout.total
+    p, g, odd = torch.zeros(n), torch.zeros(n), torch.zeros(n + 1)[1:]
+    with everything_on_gpu(cuda):
+        with pytest.raises(NativeError, match="grad: expected memory that begins at a multiple of 16 bytes"):
+            native.cgad_step8(p, odd, State8.zeros(n, 256), layout.table, numbers(1))
+        with pytest.raises(NativeError, match="state: expected the ratio codec"):
+            native.cgad_step8(p, g, DynamicState8.zeros(n, 256), layout.table, numbers(1))
+        other = FlatLayout([Segment("w", 1, 640, 0, True)], block_size=64)
+        with pytest.raises(NativeError, match="block_size: expected 256 on a CUDA device"):
+            native.gradient_ok(torch.zeros(640), other.table)
+        wide: dict[str, torch.Tensor] = {"x": torch.zeros(n, dtype=torch.float64)}
+        with pytest.raises(ValueError, match="a column of another width"):
+            digest_flat(layout.table, wide, DigestSum())
+    assert not bool(p.any())
+
+
+def test_a_table_with_gaps(cuda: ModuleType) -> None:
+    table = SegmentTable(
+        np.array([0, 1024, 2048]),
+        np.array([300, 0, 700]),
+        np.array([1, 2, 3], dtype=np.uint64),
+        np.array([0, 0, 5]),
+        256,
+    )
+    g = special("denormal", table.padded)()
+    mine, theirs = ([torch.zeros(table.padded) for _ in range(3)] for _ in range(2))
+    assert native.cgad_step32(mine[0], g, mine[1], mine[2], table, numbers(1))
+    with everything_on_gpu(cuda):
+        assert native.cgad_step32(theirs[0], g, theirs[1], theirs[2], table, numbers(1))
+    assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -29,28 +29,29 @@ def parts_of(table: SegmentTable) -> list[slice]:
     return [slice(offset, offset + numel) for offset, numel in ends]
 
 
-def run_all(layout: FlatLayout, threads: int) -> list[bytes]:
-    """Everything the module can do; the bytes of all it wrote."""
+def run_all(layout: FlatLayout, threads: int, device: str = "cpu") -> list[bytes]:
+    """Everything the module can do on a device; the bytes of all it wrote."""
     n, table = padded_to_groups(layout), layout.table
     coefficients = torch.linspace(-1, 2, len(table.numel), dtype=torch.float64)
     written: list[torch.Tensor] = []
     for kind in ("uneven", "sparse", "tiny", "huge"):
-        x = inputs(kind, n)
+        x = inputs(kind, n).to(device)
         for name in FORMATS:
             fmt = WireFormat.of(name)
-            payload = torch.zeros(fmt.encoded_bytes(n), dtype=torch.uint8)
-            out, merged, split = torch.zeros(n), torch.linspace(-1, 1, n), torch.linspace(-1, 1, n)
+            payload = torch.zeros(fmt.encoded_bytes(n), dtype=torch.uint8, device=device)
+            out, merged = torch.zeros(n, device=device), torch.linspace(-1, 1, n).to(device)
+            split = merged.clone()
             wire.encode(fmt, x, payload, threads)
             wire.decode(fmt, payload, out, threads)
             fits = wire.accumulate(fmt, payload, merged, 0.3, threads)
             fits2 = wire.accumulate_segments(fmt, payload, split, 0, table, coefficients, threads)
-            left = wire.residual(fmt, x, payload, torch.zeros(n), threads)
+            left = wire.residual(fmt, x, payload, torch.zeros_like(x), threads)
             written += [payload, out, merged, split, left, torch.tensor([fits, fits2])]
         flat = x[: layout.total].clone()
         written.append(wire.segment_sumsq(flat, table, threads))
         fits = wire.scale_segments(flat, table, coefficients, threads)
         written += [flat, torch.tensor([fits])]
-    return bits(*(t.view(torch.uint8) for t in written))
+    return bits(*(t.cpu().view(torch.uint8) for t in written))
 
 
 @pytest.mark.parametrize("block_size", [64, 256, 1024])

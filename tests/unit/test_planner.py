@@ -205,6 +205,53 @@ def test_deepspeed_keys_move_and_shrink_what_they_say() -> None:
     assert few.nbytes < before["gathered parameters"].nbytes == 2 * (10**9 - 266_240)
 
 
+def test_the_outer_half_is_counted_where_it_lives() -> None:
+    raw = json.loads(SEVEN.read_text())
+    found = {}
+    for device in ("cpu", "cuda"):
+        raw["megatron_wsd"]["outer"] = {**raw["megatron_wsd"].get("outer", {}), "device": device}
+        made = parse_config(raw)
+        parts = memory_parts(made, parameters_of(made.model, 32000), 32000, flash=False)
+        found[device] = {p.name: p for p in parts}
+    assert {p.where for p in found["cpu"].values() if p.moment == "round"} <= {"host"}
+    for name, part in found["cpu"].items():
+        other = found["cuda"][name]
+        assert other.nbytes == part.nbytes
+        assert other.where == "device"  # the inner half of this config is there anyway
+    # what messages are sent from and received in
+    (staging,) = set(found["cuda"]) - set(found["cpu"])
+    assert found["cuda"][staging].where == "host"
+    assert found["cuda"][staging].nbytes == found["cuda"]["incoming bucket"].nbytes
+
+
+def test_tensor_parallelism_cuts_matrices_and_leaves_norms() -> None:
+    raw = json.loads(SEVEN.read_text())
+    raw["megatron_wsd"]["model"]["tensor_parallel"] = 4
+    raw["train_batch_size"] //= 4
+    made = parse_config(raw, ranks=8)
+    assert made.model is not None
+    parameters = {p.name: p for p in parameters_of(made.model, 32000)}
+    h = made.model.hidden_size
+    # 8 ranks are 2 groups of 4 that hold one model each: ZeRO-3 shards over 2.
+    for name, numel in (
+        ("embedding.word_embeddings.weight", 32000 * h // 8),
+        ("output_layer.weight", 32000 * h // 8),
+        ("decoder.layers.3.mlp.linear_fc2.weight", h * made.model.ffn_hidden_size // 8),
+        ("decoder.layers.3.input_layernorm.weight", h // 2),
+        ("decoder.final_layernorm.weight", h // 2),
+    ):
+        assert parameters[name].shard(8) == numel, name
+    whole = parse_config(json.loads(SEVEN.read_text()))
+    assert whole.model is not None
+    plain = sum(p.shard(8) for p in parameters_of(whole.model, 32000))
+    norms = (2 * made.model.num_layers + 1) * h
+    assert sum(p.shard(8) for p in parameters.values()) == plain + norms // 2 - norms // 8
+    names = [p.name for p in memory_parts(made, list(parameters.values()), 32000, flash=False)]
+    assert "gathered parameters" in names
+    pieces = sum(p.piece_numel for p in parameters.values())
+    assert pieces == (sum(p.global_numel for p in parameters.values()) - norms) // 4 + norms
+
+
 def test_without_attention_scores_less_is_kept() -> None:
     flash = numbers(SEVEN, "--flash")
     plain = numbers(SEVEN)

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <vector>
 
 #define __global__
@@ -22,10 +23,10 @@
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
 inline float4 make_float4(float x, float y, float z, float w) {
@@ -62,6 +63,7 @@ struct Fiber {
   bool done = false;
 };
 
+inline std::mutex one_kernel;  // what follows is of the one that runs
 inline Fiber fibers[kLanes];
 inline ucontext_t scheduler;
 inline int current = 0;
@@ -85,7 +87,21 @@ inline void wait_for_all() {
   swapcontext(&fibers[current].context, &scheduler);
 }
 
-// Gives a value, waits for all lanes, and reads what `lane` gave.
+// The bits of a value of at most 64.
+template <class T>
+uint64_t bits(T value) {
+  uint64_t found = 0;
+  std::memcpy(&found, &value, sizeof value);
+  return found;
+}
+template <class T>
+T value_of(uint64_t bits) {
+  T found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+// Gives a value, waits for all lanes, and reads what others gave.
 inline uint64_t exchange(uint64_t value, const std::function<uint64_t()>& read) {
   fibers[current].given = value;
   wait_for_all();
@@ -126,11 +142,13 @@ inline dim3 blockIdx, blockDim, gridDim;
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int lanes) {
   const int from = on_cpu::current ^ lanes;
-  return static_cast<T>(on_cpu::exchange(value, [from] { return on_cpu::fibers[from].given; }));
+  return on_cpu::value_of<T>(
+      on_cpu::exchange(on_cpu::bits(value), [from] { return on_cpu::fibers[from].given; }));
 }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
-  return static_cast<T>(on_cpu::exchange(value, [lane] { return on_cpu::fibers[lane].given; }));
+  return on_cpu::value_of<T>(
+      on_cpu::exchange(on_cpu::bits(value), [lane] { return on_cpu::fibers[lane].given; }));
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return static_cast<unsigned>(on_cpu::exchange(value, [] {
@@ -173,6 +191,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 }
 template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args), const Args& args) {
+  const std::lock_guard<std::mutex> alone(on_cpu::one_kernel);
   blockDim = config->blockDim;
   gridDim = config->gridDim;
   on_cpu::body = [&] { kernel(args); };
