@@ -107,7 +107,7 @@ def of_config(config: Config, name: str) -> Curve:
         ConfigError: its scheduler is no WSD, or no peak is given.
     """
     if config.schedule is None:
-        given = config.deepspeed.get("scheduler")
+        given = config.deepspeed.get("scheduler", {}).get("type", "nothing")
         raise ConfigError("scheduler.type", '"WSD"', given, "Only a WSD schedule can be told in advance.")
     if config.model is not None:
         batch = Batch(config.island_batch * (config.islands.count or 1), config.model.seq_length)

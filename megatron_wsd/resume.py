@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count as counting
 from pathlib import Path
 from typing import Any
 
 from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore, resume_step
 from megatron_wsd.config import Config
+from megatron_wsd.control import Order, as_typed
+from megatron_wsd.curves import of_config
 from megatron_wsd.data.sampler import resized
-from megatron_wsd.errors import CheckpointError
-from megatron_wsd.lineage import Parent
+from megatron_wsd.diloco.fragments import SyncPoints
+from megatron_wsd.errors import CheckpointError, ScheduleError
+from megatron_wsd.lineage import Parent, decay_of_branch
 from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule.front import in_own_units
+from megatron_wsd.schedule.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,61 @@ class Start:
     folder: Path | None = None
     sampler: dict[str, Any] | None = None
     parent: Parent | None = None
+
+    @property
+    def position(self) -> int:
+        """Where it stands in the schedule, in inner steps."""
+        if self.folder is None:
+            return 0
+        return int(json.loads((self.folder / "outer" / "manifest.json").read_text())["extra"]["position"])
+
+    def plan(self, config: Config) -> Plan:
+        """The schedule that it goes on with."""
+        if self.folder is None:
+            curve = of_config(config, "")
+            return Plan((curve.schedule,), (curve.peak,))
+        plan, _ = Plan.from_state(json.loads((self.folder / MANIFEST).read_text())["schedule"])
+        parent = self.parent
+        if parent is None:
+            return plan
+        own = tuple(decay_of_branch(s, parent.step, parent.order) for s in plan.schedules)
+        return replace(plan, schedules=own)
+
+
+def fit_override(order: Order, starts: Sequence[Start], config: Config) -> Order:
+    """An order to change fields of the schedule, held against where the run stands.
+
+    Args:
+        order: of the kind ``override``.
+        starts: of all islands.
+        config: of the run.
+
+    Returns:
+        The order with all lengths in steps.
+
+    Raises:
+        ScheduleError: the islands would refuse it in their first round; naming the field as it was typed.
+    """
+    ahead = max(starts, key=lambda start: start.position)
+    now, plan = ahead.position, ahead.plan(config)
+    decays = plan.schedule.decays
+    with as_typed("override"):
+        fields = in_own_units(order.fields, of_config(config, "").batch, plan.schedule.unit)
+        plan.override(now, fields)
+        begin, first = fields.get("decay_start"), _first_round(config, now)
+        if begin is not None and begin < first and begin != (decays[-1].start if decays else None):
+            agreed = f"at least {first}, the first outer round after step {now}, where the run stands"
+            raise ScheduleError("decay_start", agreed, begin, "The islands agree on a change in a round.")
+    return order.model_copy(update={"fields": fields})
+
+
+def _first_round(config: Config, position: int) -> int:
+    """The first step after ``position`` at which islands can agree on an order; asynchronous: any."""
+    sync = config.sync
+    if sync.mode != "sync":
+        return position
+    points = SyncPoints(sync.inner_steps, sync.fragments + (sync.fragments > 1))
+    return next(n for n in counting(position + 1) if points.due(n))
 
 
 def starting_point(run_dir: Path, island: int, config: Config) -> Start:

@@ -23,7 +23,7 @@ from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_por
 from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
-from megatron_wsd.preflight import check_trainable
+from megatron_wsd.preflight import check_files, check_packages, check_trainer
 from megatron_wsd.rundir import RunDir, held, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -49,7 +49,7 @@ def island(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Start one island of a run, here or on the machines of a hostfile, and wait for it."""
-    loaded = load_config(config, islands=islands, ranks=ranks)
+    loaded = load_config(config, islands=islands, ranks=ranks, named="--config")
     plan = Island(
         island=island,
         islands=islands,
@@ -65,13 +65,18 @@ def island(
     )
     if master_port is not None and not 1 <= master_port <= 65535:
         raise ConfigError("--master-port", "a port, 1 to 65535", master_port)
+    if script is None:
+        check_trainer(loaded)
     port = master_port or free_port()
     if dry_run:
         typer.echo("\n".join([*preamble(loaded, [plan], local=False), *dry_lines(plan, port)]))
+        if script is None:
+            check_files(loaded)  # after what was asked for, which may be meant for another machine
         return
     plan.check_machine()
     if script is None:
-        check_trainable(loaded)
+        check_files(loaded)
+        check_packages(loaded)
     address_for(lighthouse, interface)
     command = plan.command(port)
     # One that goes on may have lost the link to it, and is started again until the link is back.

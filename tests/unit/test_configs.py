@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from shipped_data import lay_data
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -105,7 +106,11 @@ def test_deepspeed_knows_every_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_dry_run_tells_everything_and_touches_nothing(name: str, tmp_path: Path) -> None:
+def test_a_dry_run_tells_everything_and_touches_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_data(tmp_path)
     flags = [*SHIPPED[name][0], "--run-dir", str(tmp_path / "run"), "--dry-run"]
     before = sorted(tmp_path.rglob("*"))
     result = CliRunner().invoke(app, ["launch", "--config", str(CONFIGS / f"{name}.json"), *flags])
@@ -234,8 +239,13 @@ def test_island_sh_dry_run_on_several_machines(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     line = [ROOT / "launch" / "island.sh", *flags, "--config", tmp_path / "config.json"]
     line += ["--run-dir", tmp_path / "run"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    bare = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert bare.returncode == 2
+    assert "error: megatron_wsd.data.corpora.broad: expected a file, got " in bare.stderr
+    lay_data(tmp_path)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == bare.stdout.count("\n")  # the commands are told all the same
     for word in (
         "# restarts: up to 3, 30 s after a failure",
         "island 1 of 2: ranks 0-7 on node-0",
