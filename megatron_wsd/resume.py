@@ -76,19 +76,21 @@ def fit_override(order: Order, starts: Sequence[Start], config: Config) -> Order
     """
     ahead = max(starts, key=lambda start: start.position)
     now, plan = ahead.position, ahead.plan(config)
-    decays = plan.schedule.decays
+    first = _first_round(config, now)
+    begins = [decay.start for decay in plan.schedule.decays]
     with as_typed("override"):
         fields = in_own_units(order.fields, of_config(config, "").batch, plan.schedule.unit)
+        begin = fields.get("decay_start")
+        if isinstance(begin, int) and begin < first and begin not in begins[-1:]:
+            soonest = f"the first outer round from step {now} on, where the run stands"
+            remedy = "Give that or a later one: the islands agree on it in a round."
+            raise ScheduleError("decay_start", f"at least {first}, {soonest}", begin, remedy)
         plan.override(now, fields)
-        begin, first = fields.get("decay_start"), _first_round(config, now)
-        if begin is not None and begin < first and begin != (decays[-1].start if decays else None):
-            agreed = f"at least {first}, the first outer round after step {now}, where the run stands"
-            raise ScheduleError("decay_start", agreed, begin, "The islands agree on a change in a round.")
     return order.model_copy(update={"fields": fields})
 
 
 def _first_round(config: Config, position: int) -> int:
-    """The first step after ``position`` at which islands can agree on an order; asynchronous: any."""
+    """The first step from which on an order can be obeyed: after the next round; asynchronous: any."""
     sync = config.sync
     if sync.mode != "sync":
         return position

@@ -24,6 +24,7 @@ from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_files, check_packages, check_trainer
+from megatron_wsd.resume import starting_point
 from megatron_wsd.rundir import RunDir, held, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -82,6 +83,12 @@ def island(
     # One that goes on may have lost the link to it, and is started again until the link is back.
     _await_lighthouse(lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S)
     run = open_island(run_dir, loaded, island=island, resume=resume)
+    if resume and script is None:  # what cannot be resumed is told before any rank starts
+        done = starting_point(run.path, island, loaded).position
+        if steps is not None and done >= steps:
+            told = f"nothing to do: it stands at step {done}, and --steps asks for {steps} in all"
+            say(f"island {island}", told)
+            return
     with held(run.island(island) / "lock", f"island {island}"):
         raise typer.Exit(_supervise(plan, run, command))
 

@@ -97,9 +97,11 @@ def launch(
     if resume and script is None:  # what cannot be resumed is told before any rank starts
         starts = [starting_point(run.path, plan.island, loaded) for plan in plans]
         if steps is not None and (done := min(start.position for start in starts)) >= steps:
-            say(
-                "launch", f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all"
+            dropped = "; nothing is overridden" if order is not None else ""
+            told = (
+                f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all{dropped}"
             )
+            say("launch", told)
             return
         order = None if order is None else fit_override(order, starts, loaded)
     with held(run.path / "launch.lock", "launch"):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
+OF_DEEPSPEED = (0, 19, 8)
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -95,7 +97,7 @@ _STAGE3: Table = {
     "allgather_sequential": BOOL,
 }
 ZERO: Table = {
-    "stage": COUNT,
+    "stage": ANY,  # one alone works, which is checked elsewhere
     "contiguous_gradients": BOOL,
     "reduce_scatter": BOOL,
     "reduce_bucket_size": SIZE,

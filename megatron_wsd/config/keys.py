@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from megatron_wsd.config.block import BLOCK, IslandJob
-from megatron_wsd.config.deepspeed_keys import ANY, REMOVED, TOP, Kind, Table
+from megatron_wsd.config.deepspeed_keys import ANY, OF_DEEPSPEED, REMOVED, TOP, Kind, Table
 from megatron_wsd.errors import ConfigError
 
 AUTO = (
@@ -187,7 +186,7 @@ def check_table(values: Mapping[str, Any], table: Table, prefix: str = "") -> No
     for key, value in values.items():
         kind = table.get(key)
         if kind is None:
-            if not _installed_has(key):
+            if nearest(key, table) or not _newer_deepspeed():
                 other = "" if prefix else ", or begin its name with _ if it is a note"
                 raise unknown_key(prefix + key, key, table, remedy=f"Remove it{other}.")
         elif isinstance(kind, Kind):
@@ -232,18 +231,11 @@ def unknown_key(
     return ConfigError(field, "a known key", f"the unknown key {key!r}", remedy)
 
 
-def _installed_has(key: str) -> bool:
-    """Whether the DeepSpeed that is installed, perhaps another version, has a key of that name."""
-    if not key.isidentifier():
-        return False
-    quoted = re.compile(rf"""["']{re.escape(key)}["']|^    {re.escape(key)}\s*:""", re.MULTILINE)
-    return any(quoted.search(text) for text in _sources())
-
-
 @functools.cache
-def _sources() -> tuple[str, ...]:
-    """The files of the installed DeepSpeed that name its keys; read, not imported."""
-    spec = importlib.util.find_spec("deepspeed")
-    folders = [] if spec is None else [Path(f) for f in spec.submodule_search_locations or ()]
-    files = [f for folder in folders for name in ("*config*.py", "constants.py") for f in folder.rglob(name)]
-    return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
+def _newer_deepspeed() -> bool:
+    """Whether the DeepSpeed that is installed may have keys that the tables here do not."""
+    try:
+        found = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", found)[:3])) > OF_DEEPSPEED
