@@ -12,7 +12,8 @@ import difflib
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from megatron_wsd.config import load_config
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule.fields import naming
 from megatron_wsd.schedule.plan import OVERRIDABLE
 
 
@@ -103,6 +105,30 @@ def told(entry: Mapping[str, Any]) -> str:
         what += f", data mix {entry['data_mix']!r}" if entry["data_mix"] else ""
         what += ", then stable" if entry["then"] == "stable" else ""
     return f"{what}: refused: {entry['refused']}" if "refused" in entry else what
+
+
+# How `decay-now` calls what the schedule calls otherwise.
+_OPTIONS = {
+    "decay_steps": "--steps",
+    "decay_shape": "--shape",
+    "decay_start": "--at",
+    "min_lr_ratio": "--min-lr-ratio",
+    "begin_decay": "decay-now",
+    "cancel_decay": "--cancel",
+}
+
+
+@contextmanager
+def as_typed(kind: str) -> Iterator[None]:
+    """A ScheduleError about an order names what the operator typed.
+
+    Args:
+        kind: of the order; ``branch`` for the decay of one.
+    """
+    branch = {"decay_steps": "--decay-steps", "begin_decay": "branch"} if kind == "branch" else {}
+    override = kind == "override"
+    with naming({} if override else _OPTIONS | branch, prefix="--override schedule." if override else ""):
+        yield
 
 
 class ControlFolder:
@@ -198,11 +224,12 @@ class ControlFolder:
             ConfigError: another one waits already; orders are never stacked.
         """
         if self.pending() is not None:
+            withdraw = f"megatron-wsd decay-now {self._run.path} --cancel"
             raise ConfigError(
-                "decay-now",
+                "--override" if order.kind == "override" else "decay-now",
                 "no order that waits already",
                 f"one in {self._pending}",
-                "It is taken in the next outer round; --cancel withdraws it.",
+                f"It is taken in the next outer round; {withdraw} withdraws it.",
             )
         self._pending.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(

@@ -106,7 +106,7 @@ def of_config(config: Config, name: str) -> Curve:
         ConfigError: its scheduler is no WSD, or no peak is given.
     """
     if config.schedule is None:
-        given = config.deepspeed.get("scheduler")
+        given = config.deepspeed.get("scheduler", {}).get("type", "nothing")
         raise ConfigError("scheduler.type", '"WSD"', given, "Only a WSD schedule can be told in advance.")
     return Curve(name, config.schedule, _peak(config), batch_of(config))
 

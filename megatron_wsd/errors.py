@@ -5,6 +5,16 @@ Every message a user can cause names the field, what was expected, what came, an
 
 from __future__ import annotations
 
+import reprlib
+from typing import TypeVar
+
+_Own = TypeVar("_Own", bound="FieldError")
+
+_SHORT = reprlib.Repr()  # a whole section that came where a number should be is no help in a message
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 6
+_LONGEST = 600
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+
 
 class MegatronWSDError(Exception):
     """Base of every error raised on purpose by megatron_wsd."""
@@ -25,8 +35,17 @@ class FieldError(MegatronWSDError, ValueError):
         self.expected = expected
         self.got = got
         self.remedy = remedy
-        text = f"{field}: expected {expected}, got {got if isinstance(got, str) else repr(got)}."
+        told = got if isinstance(got, str) else _SHORT.repr(got)
+        if len(told) > _LONGEST and "\n" not in told:  # a table has lines, and stays whole
+            told = f"{told[: _LONGEST // 2]}...{told[-_LONGEST // 2 :]}"
+        text = f"{field}: expected {expected}, got {told}"
+        # what came may be a sentence already, such as another error
+        text += "" if told.endswith(".") else "."
         super().__init__(f"{text} {remedy}" if remedy else text)
+
+    def under(self: _Own, field: str) -> _Own:
+        """The same error, about the field by the name that the user knows it by."""
+        return type(self)(field, self.expected, self.got, self.remedy)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.field, self.expected, self.got, self.remedy)

@@ -240,7 +240,7 @@ def same_but_for_data(parent: RunDir, path: Path) -> Config:
     Raises:
         ConfigError: anything else differs.
     """
-    config, own = load_config(path), load_config(parent.config_json)
+    config, own = load_config(path, named="--config"), load_config(parent.config_json)
     for name, mine, theirs in (
         ("corpora", config.data.corpora, own.data.corpora),
         ("mixes", config.data.mixes, own.data.mixes),

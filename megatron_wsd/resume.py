@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count as counting
 from pathlib import Path
 from typing import Any
 
+from megatron_wsd.checkpoint.standing import Standing
 from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore, resume_step
 from megatron_wsd.config import Config
+from megatron_wsd.control import Order, as_typed
+from megatron_wsd.curves import of_config
 from megatron_wsd.data.sampler import resized
-from megatron_wsd.errors import CheckpointError
-from megatron_wsd.lineage import Parent
+from megatron_wsd.diloco.fragments import SyncPoints
+from megatron_wsd.errors import CheckpointError, ScheduleError
+from megatron_wsd.lineage import Parent, decay_of_branch
 from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule.front import in_own_units
+from megatron_wsd.schedule.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,62 @@ class Start:
     folder: Path | None = None
     sampler: dict[str, Any] | None = None
     parent: Parent | None = None
+
+    @property
+    def position(self) -> int:
+        """Where it stands in the schedule, in inner steps."""
+        if self.folder is None:
+            return 0
+        return int(json.loads((self.folder / "outer" / "manifest.json").read_text())["extra"]["position"])
+
+    def plan(self, config: Config) -> Plan:
+        """The schedule that it goes on with."""
+        if self.folder is None:
+            curve = of_config(config, "")
+            return Plan((curve.schedule,), (curve.peak,))
+        plan, parent = Standing.read(self.folder, config).plan, self.parent
+        if parent is None:
+            return plan
+        own = tuple(decay_of_branch(s, parent.position, parent.order) for s in plan.schedules)
+        return replace(plan, schedules=own)
+
+
+def fit_override(order: Order, starts: Sequence[Start], config: Config) -> Order:
+    """An order to change fields of the schedule, held against where the run stands.
+
+    Args:
+        order: of the kind ``override``.
+        starts: of all islands.
+        config: of the run.
+
+    Returns:
+        The order with all lengths in steps.
+
+    Raises:
+        ScheduleError: the islands would refuse it in their first round; naming the field as it was typed.
+    """
+    ahead = max(starts, key=lambda start: start.position)
+    now, plan = ahead.position, ahead.plan(config)
+    first = _first_round(config, now)
+    begins = [decay.start for decay in plan.schedule.decays]
+    with as_typed("override"):
+        fields = in_own_units(order.fields, of_config(config, "").batch, plan.schedule.unit)
+        begin = fields.get("decay_start")
+        if isinstance(begin, int) and begin < first and begin not in begins[-1:]:
+            soonest = f"the first outer round from step {now} on, where the run stands"
+            remedy = "Give that or a later one: the islands agree on it in a round."
+            raise ScheduleError("decay_start", f"at least {first}, {soonest}", begin, remedy)
+        plan.override(now, fields)
+    return order.model_copy(update={"fields": fields})
+
+
+def _first_round(config: Config, position: int) -> int:
+    """The first step from which on an order can be obeyed: after the next round; asynchronous: any."""
+    sync = config.sync
+    if sync.mode != "sync":
+        return position
+    points = SyncPoints(sync.inner_steps, sync.fragments + (sync.fragments > 1))
+    return next(n for n in counting(position + 1) if points.due(n))
 
 
 def starting_point(run_dir: Path, island: int, config: Config) -> Start:

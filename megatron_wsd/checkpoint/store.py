@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -117,10 +118,16 @@ class CheckpointStore:
                 continue
             manifest = self.manifest(int(match[1]))
             if manifest is None:
-                log.warning("ignoring %s: it is torn", entry)
+                _tell_torn(entry)
             elif era is None or manifest.get("era", 0) == era:
                 found.append((int(manifest.get("serial", 0)), int(match[1])))
         return [step for _, step in sorted(found)]
+
+
+@functools.cache
+def _tell_torn(folder: Path) -> None:
+    """Once a process: islands look at each other's checkpoints, and more than once."""
+    log.warning("ignoring %s: it is torn", folder)
 
 
 def resume_step(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -22,8 +25,10 @@ from megatron_wsd.cli.report import report
 from megatron_wsd.cli.resize import resize
 from megatron_wsd.cli.schedule import schedule
 from megatron_wsd.cli.status import status
-from megatron_wsd.cli.usage import Command, epilog
+from megatron_wsd.cli.usage import Command, Group, epilog
 from megatron_wsd.errors import MegatronWSDError
+
+_READER_GONE = 128 + signal.SIGPIPE
 
 
 def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +38,13 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+            sys.stdout.flush()
+        except SystemExit:  # rich ends the process where the reader of a pipe has gone
+            raise typer.Exit(_READER_GONE) from None
+        except BrokenPipeError:
+            # as `head` does; nothing is left to tell, also not when Python empties its buffers at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(_READER_GONE) from None
         except (MegatronWSDError, OSError) as e:
             if os.environ.get("MEGATRON_WSD_DEBUG"):
                 raise
@@ -63,6 +75,7 @@ def _version(asked: bool) -> None:
 
 app = typer.Typer(
     name="megatron-wsd",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -98,4 +111,8 @@ for _command in (
 
 def main() -> None:
     """Entry point of ``megatron-wsd`` and ``python -m megatron_wsd``."""
+    for stream in (sys.stdout, sys.stderr):
+        # a locale or a file name may hold what UTF-8 does not: told with escapes, not with a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -12,9 +12,10 @@ import typer
 
 from megatron_wsd.cli.decay_now import Then
 from megatron_wsd.config import load_config
-from megatron_wsd.control import Order, told
+from megatron_wsd.control import Order, as_typed, told
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule import Schedule
 
 if TYPE_CHECKING:
     from megatron_wsd.checkpoint.branch_point import BranchPoint
@@ -55,6 +56,8 @@ def branch(
             data_mix,
             "Give a --config that adds the mix, and its corpora, to the parent's config.json.",
         )
+    with as_typed("branch"):  # refuses a length, shape or minimum that no schedule takes
+        Schedule(0).begin_decay(0, decay_steps, shape=shape, min_lr_ratio=min_lr_ratio, then=then.value)
     order = Order(
         length=decay_steps,
         shape=shape,
@@ -64,7 +67,8 @@ def branch(
         nonce=secrets.token_hex(8),
     )
     child = run_dir or run.path.with_name(f"{run.path.name}-{name}")
-    made, point = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
+    with as_typed("branch"):
+        made, point = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
     typer.echo(f"{made.path} branches off {run.path} at step {point.position}{_own_steps(point)}. Train it:")
     words = [sys.executable, "-m", "megatron_wsd", "launch", "--config", str(made.config_json)]
     typer.echo("  " + shlex.join([*words, "--run-dir", str(made.path), "--resume"]))

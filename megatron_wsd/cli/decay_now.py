@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from megatron_wsd.config import Config, load_config
-from megatron_wsd.control import ControlFolder, Order, told
-from megatron_wsd.errors import ConfigError
+from megatron_wsd.control import ControlFolder, Order, as_typed, told
+from megatron_wsd.errors import ConfigError, MegatronWSDError
 from megatron_wsd.reporting.status import RunStatus
 from megatron_wsd.rundir import RunDir, holder
 from megatron_wsd.schedule import Schedule
@@ -101,8 +101,8 @@ def _decay(
     """The order, after everything that can be checked without the run."""
     if steps is None:
         raise ConfigError("--steps", "the length of the decay in inner steps", "nothing")
-    # Refuses a length, shape or minimum that no schedule takes.
-    Schedule(0).begin_decay(0, steps, shape=shape, min_lr_ratio=min_lr_ratio, then=then.value)
+    with as_typed("decay"):  # refuses a length, shape or minimum that no schedule takes
+        Schedule(0).begin_decay(0, steps, start=at, shape=shape, min_lr_ratio=min_lr_ratio, then=then.value)
     if data_mix is not None and data_mix not in config.data.mixes:
         raise ConfigError("--data-mix", f"one of {sorted(config.data.mixes)}, as in data.mixes", data_mix)
     for entry in folder.accepted():
@@ -134,7 +134,7 @@ def _await(folder: ControlFolder, order: Order, seconds: float) -> None:
         for entry in folder.accepted():
             if entry["number"] == order.number:
                 if "refused" in entry:
-                    raise ConfigError("decay-now", "an order that the run can follow", entry["refused"])
+                    raise MegatronWSDError(f"the run refused the order: {entry['refused']}")
                 typer.echo(f"Agreed by all islands at step {entry['step']}: {_outcome(entry)}.")
                 return
         time.sleep(0.2)

@@ -23,7 +23,8 @@ from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_por
 from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
-from megatron_wsd.preflight import check_trainable
+from megatron_wsd.preflight import check_files, check_packages, check_trainer
+from megatron_wsd.resume import starting_point
 from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -49,7 +50,7 @@ def island(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Start one island of a run, here or on the machines of a hostfile, and wait for it."""
-    loaded = load_config(config, islands=islands, ranks=ranks)
+    loaded = load_config(config, islands=islands, ranks=ranks, named="--config")
     plan = Island(
         island=island,
         islands=islands,
@@ -65,18 +66,29 @@ def island(
     )
     if master_port is not None and not 1 <= master_port <= 65535:
         raise ConfigError("--master-port", "a port, 1 to 65535", master_port)
+    if script is None:
+        check_trainer(loaded)
     port = master_port or free_port()
     if dry_run:
         typer.echo("\n".join([*preamble(loaded, [plan], local=False), *dry_lines(plan, port)]))
+        if script is None:
+            check_files(loaded)  # after what was asked for, which may be meant for another machine
         return
     plan.check_machine()
     if script is None:
-        check_trainable(loaded)
+        check_files(loaded)
+        check_packages(loaded)
     address_for(lighthouse, interface)
     command = plan.command(port)
     # One that goes on may have lost the link to it, and is started again until the link is back.
     _await_lighthouse(lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S)
     run = open_island(run_dir, loaded, island=island, resume=resume)
+    if resume and script is None:  # what cannot be resumed is told before any rank starts
+        done = starting_point(run.path, island, loaded).position
+        if steps is not None and done >= steps:
+            told = f"nothing to do: it stands at step {done}, and --steps asks for {steps} in all"
+            say(f"island {island}", told)
+            return
     with held(run.island(island) / "lock", f"island {island}"):
         raise typer.Exit(_supervise(plan, run, command))
 

@@ -26,8 +26,8 @@ from megatron_wsd.config import BLOCK, Config, load_config
 from megatron_wsd.control import ControlFolder, override_order
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.preflight import check_trainable
-from megatron_wsd.resume import plan_change, starting_point
+from megatron_wsd.preflight import check_files, check_packages, check_trainer
+from megatron_wsd.resume import fit_override, plan_change, starting_point
 from megatron_wsd.rundir import RunDir, held, holder, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
@@ -57,7 +57,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and stop.")] = False,
 ) -> None:
     """Run all islands on this machine: a torchft lighthouse, and one deepspeed launch for each island."""
-    loaded = load_config(config, islands=islands, ranks=ranks, resize=resume)
+    loaded = load_config(config, islands=islands, ranks=ranks, resize=resume, named="--config")
     count, each = loaded.islands.count, loaded.islands.ranks
     assert count is not None and each is not None  # load_config has filled them in
     faults = tuple(map(Fault.parse, inject or ()))
@@ -78,25 +78,40 @@ def launch(
     written = json.loads(config.read_text()).get(BLOCK, {}).get("islands", {})
     asked = {"--islands": islands or written.get("count"), "--ranks": ranks or written.get("ranks")}
     essentials = _essentials(loaded, plans[0], [flag for flag, value in asked.items() if value is None])
+    if script is None:
+        check_trainer(loaded)
+    order = override_order(override, secrets.token_hex(8)) if override else None
+    if order is not None and not resume:
+        raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
     if dry_run:
         typer.echo("\n".join([f"# {essentials}", *preamble(loaded, plans, local=True)]))
         typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
         for plan in plans:
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
+        if script is None:
+            check_files(loaded)  # after what was asked for, which may be meant for another machine
+            if order is not None and RunDir(run_dir).run_json.is_file():
+                fit_override(order, [starting_point(run_dir, plan.island, loaded) for plan in plans], loaded)
         return
     plans[0].check_machine()
     if script is None:
-        check_trainable(loaded)
-    order = override_order(override, secrets.token_hex(8)) if override else None
-    if order is not None and not resume:
-        raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
+        check_files(loaded)
+        check_packages(loaded)
     stop = StopRequest()
     change = plan_change(run_dir, loaded) if resume and islands is not None and script is None else None
     run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)
     if change is not None:
         say("launch", change.told(loaded))
-    for plan in plans if resume and script is None else []:
-        starting_point(run.path, plan.island, loaded)  # what cannot be resumed is told before any rank starts
+    if resume and script is None:  # what cannot be resumed is told before any rank starts
+        starts = [starting_point(run.path, plan.island, loaded) for plan in plans]
+        if steps is not None and (done := min(start.position for start in starts)) >= steps:
+            dropped = "; nothing is overridden" if order is not None else ""
+            told = (
+                f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all{dropped}"
+            )
+            say("launch", told)
+            return
+        order = None if order is None else fit_override(order, starts, loaded)
     with held(run.path / "launch.lock", "launch"):
         if order is not None:
             ControlFolder(run.path).propose(order)

@@ -48,6 +48,8 @@ def plan(
     """
     from megatron_wsd.planner import Question, make_plan
 
+    if plot is not None:
+        check_picture(plot)
     loaded = config_for(config, model, islands, ranks)
     question = Question(
         bandwidths=bandwidths_of(wan),
@@ -98,18 +100,13 @@ def config_for(path: Path, model: str | None, islands: int | None, ranks: int | 
     Raises:
         ConfigError: the config or a flag cannot be used.
     """
-    from megatron_wsd.config import BLOCK, load_config, parse_config
+    from megatron_wsd.config import BLOCK, load_config, parse_config, read_json
 
-    if model is None and islands is None and ranks is None:
-        return load_config(path)
-    try:
-        raw = json.loads(path.read_text())
-        block = raw.get(BLOCK, {})
-    except (OSError, ValueError, AttributeError):
-        return load_config(path)  # which tells what is wrong with it
-    fixed: Any = block.get("islands", {}) if isinstance(block, dict) else {}
-    if not isinstance(block, dict) or not isinstance(fixed, dict):
-        return load_config(path)
+    raw = read_json(path, "CONFIG")
+    block: Any = raw.get(BLOCK, {}) if isinstance(raw, dict) else None
+    fixed: Any = block.get("islands", {}) if isinstance(block, dict) else None
+    if (model is None and islands is None and ranks is None) or not isinstance(fixed, dict):
+        return load_config(path, named="CONFIG")  # which tells what is wrong with it
     replaced = {"count": islands, "ranks": ranks}
     # what follows from the numbers that are replaced
     gone = {"min_islands"} if islands is not None else set()
@@ -132,10 +129,23 @@ def _model(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Or give a config."
         raise ConfigError("--model", f"one of {', '.join(PRESETS)}, or a json config", name, hint)
-    other = load_config(name)
+    other = load_config(name, named="--model")
     if other.model is None:
         raise ConfigError("--model", "a config with a model", f"{name}, which has none")
     return {**other.model.model_dump(mode="json"), "vocab_size": vocabulary(other)}
+
+
+def check_picture(out: Path) -> None:
+    """That ``--plot`` names a picture that can be written.
+
+    Raises:
+        ConfigError: another ending, or a folder that is not there.
+    """
+    if out.suffix != ".png":
+        remedy = f"Write {out.with_suffix('.png')}." if out.name else "Write plot.png, say."
+        raise ConfigError("--plot", "a name that ends in .png", str(out), remedy)
+    if not out.absolute().parent.is_dir():
+        raise ConfigError("--plot", "a png in a folder that is there", str(out), "Make the folder first.")
 
 
 def _draw(config: Config, question: Question, title: str, out: Path) -> None:
@@ -144,8 +154,6 @@ def _draw(config: Config, question: Question, title: str, out: Path) -> None:
     from megatron_wsd.planner import make_plan
     from megatron_wsd.planner.picture import bandwidths, draw
 
-    if not out.parent.is_dir():
-        raise ConfigError("--plot", "a png in a folder that is there", str(out), "Make the folder first.")
     many = replace(question, bandwidths=bandwidths(question.bandwidths))
     draw(make_plan(config, many), question.bandwidths, title, out)
 

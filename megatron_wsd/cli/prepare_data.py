@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -33,9 +35,12 @@ def prepare_data(
     Run again with the same text it does nothing; with other text it refuses to replace the files, unless
     --force. Everything is checked before anything is written.
     """
-    encoder = load_tokenizer(tokenizer)
-    sources = _named_texts(text) if text else dict(BUILTIN_CORPORA)
-    plans = {name: plan_corpus(spec, encoder, out / name, force) for name, spec in sources.items()}
+    with _as_typed("--tokenizer", "megatron_wsd.data.tokenizer"):
+        encoder = load_tokenizer(tokenizer)
+    plans = {}
+    for name, spec in (_named_texts(text) if text else dict(BUILTIN_CORPORA)).items():
+        with _as_typed("--text", spec):
+            plans[name] = plan_corpus(spec, encoder, out / name, force)
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -53,6 +58,15 @@ def prepare_data(
     console.print(table)
     corpora = {name: str(plan.prefix) for name, plan in plans.items()}
     console.print(f'In a config: "corpora": {json.dumps(corpora)}', soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _as_typed(option: str, field: str) -> Iterator[None]:
+    """An error about ``field`` is one about the option here."""
+    try:
+        yield
+    except DataError as e:
+        raise e.under(option) if e.field == field else e from None
 
 
 def _named_texts(texts: list[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_wsd.cli.plan import check_picture
 from megatron_wsd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def schedule(
     """Tell the learning rate with its phases: of a config, or of a run as it stands, with its branches."""
     if as_csv and as_json:
         raise ConfigError("--csv", "it or --json", "both")
-    if plot is not None and plot.suffix != ".png":
-        raise ConfigError("--plot", "a name that ends in .png", str(plot))
+    if plot is not None:
+        check_picture(plot)
     curves, notes = _curves(source, islands, ranks)
     from megatron_wsd.curves import extent
 
@@ -65,12 +66,26 @@ def _curves(source: Path, islands: int | None, ranks: int | None) -> tuple[list[
     from megatron_wsd.rundir import RunDir
 
     if not source.is_dir():
-        return [of_config(load_config(source, islands=islands, ranks=ranks), source.name)], []
+        if not source.exists():
+            raise ConfigError(
+                "CONFIG|RUN",
+                "a json config or a run folder",
+                f"{source}, which does not exist",
+                "Check the path.",
+            )
+        config = load_config(source, islands=islands, ranks=ranks, named="CONFIG|RUN")
+        return [of_config(config, source.name)], [config.assumption] if config.assumption else []
     run = RunDir(source.absolute())
     if not run.run_json.is_file():
-        raise ConfigError("CONFIG|RUN", "a json file or a run folder", f"{source}, which holds no run")
-    if islands is not None or ranks is not None:
-        raise ConfigError("--islands", "none with a run, which has its number", islands or ranks)
+        raise ConfigError(
+            "CONFIG|RUN",
+            "a json config or a run folder",
+            f"{source}, a folder without a run",
+            "Check the path.",
+        )
+    for option, value in (("--islands", islands), ("--ranks", ranks)):
+        if value is not None:
+            raise ConfigError(option, "none with a run, which has its number", value, "Leave it out.")
     return of_run(run)
 
 
@@ -81,7 +96,7 @@ def positions_of(text: str) -> list[int]:
         ConfigError: not whole numbers of at least 0 with commas between them.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) < 19 for part in parts):  # which no counter holds
         raise ConfigError("--at", "whole numbers with commas between them", text, "Write 0,10,95.")
     return [int(part) for part in parts]
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from megatron_wsd.config.block import (
     OuterConfig,
     SyncConfig,
 )
+from megatron_wsd.config.read import read_json
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.schedule import Schedule, schedule_from_params
 
@@ -46,7 +49,11 @@ __all__ = [
     "SyncConfig",
     "load_config",
     "parse_config",
+    "read_json",
 ]
+
+
+_LARGEST = 2**63 - 1  # what every counter and tensor that it may come to can hold
 
 
 class Config:
@@ -57,17 +64,38 @@ class Config:
         deepspeed: the rest of the json, as DeepSpeed gets it (with the batch sizes filled in).
         schedule: the WSD schedule of the json, None if another scheduler is named.
         outer_schedule: that of the outer rate, in inner steps, if it has one of its own.
+        assumed: "islands", "ranks" or both: nobody said how many, the batch follows from it, and 1 is taken.
     """
 
-    def __init__(self, block: IslandJob, deepspeed: dict[str, Any], schedule: Schedule | None) -> None:
+    def __init__(
+        self,
+        block: IslandJob,
+        deepspeed: dict[str, Any],
+        schedule: Schedule | None,
+        assumed: tuple[str, ...] = (),
+    ) -> None:
         self.block = block
         self.deepspeed = deepspeed
         self.schedule = schedule
+        self.assumed = assumed
         own = block.outer.lr_schedule
         self.outer_schedule = schedule_from_params(own) if isinstance(own, dict) else None
         self.islands, self.outer, self.sync = block.islands, block.outer, block.sync
         self.data, self.model, self.inner = block.data, block.model, block.inner
         self.checkpoint, self.log = block.checkpoint, block.log
+
+    @property
+    def assumption(self) -> str:
+        """What the batch takes for granted since nobody said it, in a line for people; mostly empty."""
+        words = {"islands": "1 island", "ranks": "1 rank an island"}
+        if not self.assumed or (
+            self.model is None and (self.schedule is None or self.schedule.unit == "steps")
+        ):
+            return ""
+        batch = self.island_batch * (self.islands.count or 1)
+        what = " and ".join(words[name] for name in self.assumed)
+        flags = ", ".join(f"--{name}" for name in self.assumed)
+        return f"assumed: {what}, so {batch:,} samples a step; to say otherwise: {flags}"
 
     def resolved(self) -> dict[str, Any]:
         """The complete json: DeepSpeed's keys and every default of ours written out."""
@@ -87,7 +115,8 @@ class Config:
         tokenizer = absolute(data.tokenizer) if data.tokenizer.startswith("hf:") else data.tokenizer
         cache = data.cache_dir and absolute(data.cache_dir)
         changed = data.model_copy(update={"corpora": corpora, "tokenizer": tokenizer, "cache_dir": cache})
-        return Config(self.block.model_copy(update={"data": changed}), self.deepspeed, self.schedule)
+        block = self.block.model_copy(update={"data": changed})
+        return Config(block, self.deepspeed, self.schedule, self.assumed)
 
     def identity(self) -> dict[str, Any]:
         """Everything that must be equal between islands and over a resume.
@@ -138,7 +167,12 @@ class Config:
 
 
 def load_config(
-    path: str | Path, *, islands: int | None = None, ranks: int | None = None, resize: bool = False
+    path: str | Path,
+    *,
+    islands: int | None = None,
+    ranks: int | None = None,
+    resize: bool = False,
+    named: str | None = None,
 ) -> Config:
     """Read and validate a json config.
 
@@ -147,23 +181,13 @@ def load_config(
         islands: number of islands from the command line; must not contradict the file.
         ranks: ranks of an island from the command line; must not contradict the file.
         resize: ``islands`` may contradict the file, and then replaces its count and what follows from it.
+        named: the option or argument that named the file; None if it was none.
 
     Raises:
         ConfigError: naming the key, what was expected, what came, and the way out.
     """
-    file = Path(path)
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            "--config", "a json file", f"{file}, which does not exist", "Check the path."
-        ) from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError("--config", "a readable json file", f"{file}: {e}") from None
-    except json.JSONDecodeError as e:
-        where = f"{file}, line {e.lineno}, column {e.colno}"
-        raise ConfigError("--config", "valid json", f"{e.msg} at {where}", "Mend the json there.") from None
-    return parse_config(raw, str(file), islands=islands, ranks=ranks, resize=resize).with_absolute_paths()
+    raw = read_json(path, named)
+    return parse_config(raw, str(path), islands=islands, ranks=ranks, resize=resize).with_absolute_paths()
 
 
 def parse_config(
@@ -176,14 +200,31 @@ def parse_config(
 ) -> Config:
     """Validate a config that has been read already; see `load_config`."""
     if not isinstance(raw, dict):
-        raise ConfigError(path, "a json object", type(raw).__name__)
+        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+        raise ConfigError(path, "a json object", kinds.get(type(raw), "a number"), "Write {...} around it.")
+    for field, leaf in _leaves(raw):
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            raise ConfigError(field, "a finite number", leaf)
+        if isinstance(leaf, int) and abs(leaf) > _LARGEST:
+            raise ConfigError(field, "a number of less than 2^63", leaf)
+        if isinstance(leaf, str) and ("\0" in leaf or not _encodes(leaf)):
+            raise ConfigError(field, "a text that UTF-8 can hold, without null bytes", ascii(leaf))
     deepspeed = {k: v for k, v in raw.items() if k != BLOCK}
     keys.refuse_misplaced(deepspeed)
     engine.refuse_parallelism(raw)
+    keys.check_deepspeed(deepspeed)
     try:
         block = IslandJob.model_validate(raw.get(BLOCK, {}))
     except ValidationError as e:
         raise keys.config_error(e) from None
+    assumed = tuple(
+        name
+        for name, known in (
+            ("islands", islands or block.islands.count),
+            ("ranks", ranks or block.islands.ranks or deepspeed.get("train_batch_size")),
+        )
+        if not known
+    )
     if resize and islands is not None and block.islands.count not in (None, islands):
         # What min_islands a written config holds is mostly the default for the old count.
         fresh = block.islands.model_copy(update={"count": None, "min_islands": None})
@@ -196,7 +237,27 @@ def parse_config(
     assert block.islands.ranks is not None
     tensor_parallel = block.model.tensor_parallel if block.model is not None else 1
     engine.resolve_batch(deepspeed, block.islands.ranks, tensor_parallel)
-    engine.check_numbers(deepspeed)
+    engine.check_optimizer(deepspeed, block)
     engine.refuse_with_islands(deepspeed)
     engine.check_inner(deepspeed, block)
-    return Config(block, deepspeed, checks.build_schedule(deepspeed, block))
+    return Config(block, deepspeed, checks.build_schedule(deepspeed, block), assumed)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # json can spell half a surrogate pair
+        return False
+    return True
+
+
+def _leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of a json with its dotted name."""
+    inside = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    )
+    if inside is None:
+        yield field, value
+        return
+    for key, item in inside:
+        yield from _leaves(item, f"{field}.{key}" if field else str(key))

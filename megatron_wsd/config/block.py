@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 BLOCK = "megatron_wsd"
+# More is a slip of the keyboard, and would fill the memory.
+MOST_ISLANDS, MOST_RANKS = 4096, 2**20
+# torchft counts milliseconds, and Python's clocks end somewhere.
+Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
 
 
 class _Block(BaseModel):
@@ -17,18 +21,19 @@ class _Block(BaseModel):
 class IslandsConfig(_Block):
     """Who takes part, and how long one waits for another."""
 
-    count: int | None = Field(None, ge=1, description="number of islands; also --islands")
-    ranks: int | None = Field(None, ge=1, description="ranks of one island; also --ranks")
+    count: int | None = Field(None, ge=1, le=MOST_ISLANDS, description="number of islands; also --islands")
+    ranks: int | None = Field(None, ge=1, le=MOST_RANKS, description="ranks of one island; also --ranks")
     min_islands: int | None = Field(
         None, ge=1, description="fewest live islands that may commit; default 1 for 2, else a majority"
     )
-    start_timeout_s: float = Field(300.0, gt=0, description="wait for all islands before the first round")
-    heartbeat_timeout_s: float = Field(5.0, gt=0, description="an island silent for longer counts as dead")
-    join_timeout_s: float = Field(600.0, gt=0, description="a round waits this long for a live, slow island")
-    heal_mbit_per_s: float = Field(50.0, gt=0, description="slowest link that a healing waits for")
+    start_timeout_s: Seconds = Field(300.0, description="wait for all islands before the first round")
+    heartbeat_timeout_s: Seconds = Field(5.0, description="an island silent for longer counts as dead")
+    join_timeout_s: Seconds = Field(600.0, description="a round waits this long for a live, slow island")
+    heal_mbit_per_s: float = Field(50.0, ge=1e-3, le=1e9, description="slowest link that a healing waits for")
     hang_timeout_s: float | None = Field(
         None,
-        gt=0,
+        ge=1e-3,
+        le=1e9,
         description="a rank whose outer half stands still for longer ends itself; default: 2 joins",
     )
 
@@ -87,8 +92,10 @@ class SyncConfig(_Block):
         "mean", description="weights of contributions: equal, by tokens, or radial-directional averaging"
     )
     quorum: int = Field(1, ge=1, description="async: contributions that make a round")
-    grace_s: float = Field(2.0, ge=0, description="async: a round then waits this long for more of them")
-    poll_s: float = Field(0.2, gt=0, description="async: pause between two polls with nothing to do")
+    grace_s: float = Field(
+        2.0, ge=0, le=1e9, description="async: a round then waits this long for more of them"
+    )
+    poll_s: Seconds = Field(0.2, description="async: pause between two polls with nothing to do")
     controlled_delay: int | list[int] | DelayConfig = Field(
         0, description="sync: hold contributions back for so many rounds, an experiment; a list: per island"
     )
@@ -96,7 +103,7 @@ class SyncConfig(_Block):
         "fp32", description="encoding of contributions on the network; errors are fed back by the sender"
     )
     bucket_bytes: int = Field(64 << 20, ge=1024, description="largest single message")
-    timeout_s: float = Field(60.0, gt=0, description="one message of an exchange")
+    timeout_s: Seconds = Field(60.0, description="one message of an exchange")
     max_voids: int = Field(20, ge=1, description="void rounds in a row after which the run gives up")
 
 
@@ -120,13 +127,13 @@ class DataConfig(_Block):
 class ModelConfig(_Block):
     """megatron-core GPTModel: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases."""
 
-    num_layers: int = Field(..., ge=1)
-    hidden_size: int = Field(..., ge=8)
-    ffn_hidden_size: int = Field(..., ge=8)
+    num_layers: int = Field(..., ge=1, le=10_000)
+    hidden_size: int = Field(..., ge=8, le=2**24)
+    ffn_hidden_size: int = Field(..., ge=8, le=2**24)
     num_attention_heads: int = Field(..., ge=1)
     num_query_groups: int = Field(..., ge=1)
-    seq_length: int = Field(..., ge=2)
-    vocab_size: int | None = Field(None, ge=2, description="default: of the tokenizer, padded to 64")
+    seq_length: int = Field(..., ge=2, lt=2**31)
+    vocab_size: int | None = Field(None, ge=2, lt=2**31, description="default: tokenizer's, padded to 64")
     rotary_base: int = Field(10000, ge=1)
     init_std: float = Field(0.02, gt=0)
     layernorm_epsilon: float = Field(1e-5, gt=0)

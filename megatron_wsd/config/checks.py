@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 from typing import Any
 
-from megatron_wsd.config.block import BLOCK, DelayConfig, IslandJob, ModelConfig
+from megatron_wsd.config.block import BLOCK, MOST_ISLANDS, MOST_RANKS, DelayConfig, IslandJob, ModelConfig
+from megatron_wsd.config.deepspeed_keys import SCHEDULERS
+from megatron_wsd.config.keys import nearest
 from megatron_wsd.errors import ConfigError, ScheduleError
 from megatron_wsd.optim.gate import staleness_gate
 from megatron_wsd.schedule import Batch, Schedule, parse_length, schedule_from_params
@@ -17,10 +18,15 @@ log = logging.getLogger(__name__)
 
 def resolve_islands(block: IslandJob, islands: int | None, ranks: int | None) -> IslandJob:
     given = block.islands
-    for name, flag, value in (("count", "--islands", islands), ("ranks", "--ranks", ranks)):
+    for name, flag, value, most in (
+        ("count", "--islands", islands, MOST_ISLANDS),
+        ("ranks", "--ranks", ranks, MOST_RANKS),
+    ):
         in_file = getattr(given, name)
         if value is not None and value < 1:
             raise ConfigError(flag, "at least 1", value)
+        if value is not None and value > most:
+            raise ConfigError(flag, f"at most {most:,}", value)
         if value is not None and in_file is not None and value != in_file:
             raise ConfigError(
                 flag,
@@ -211,8 +217,44 @@ def _check_tensor_parallel(model: ModelConfig, ranks: int) -> None:
             raise ConfigError(f"{BLOCK}.model.tensor_parallel", f"a divisor of {name}, {size}", tp)
 
 
+_SOURCES = ("builtin:stdlib", "builtin:pydoc")
+
+
+def _check_corpus(name: str, spec: str) -> None:
+    """That it says where a corpus is; whether one is there is looked up when a run is started."""
+    kind, colon, path = spec.partition(":")
+    if spec in _SOURCES or (kind == "text" and path):
+        return
+    known = kind in ("builtin", "text") or path.startswith("//")
+    near = nearest(spec, _SOURCES) if kind == "builtin" else nearest(kind, ("builtin", "text"), 0.7)
+    if not spec.strip() or "\0" in spec or known or (colon and near is not None):
+        remedy = f"Did you mean {near if kind == 'builtin' else f'{near}:{path}'!r}?" if near and path else ""
+        raise ConfigError(
+            f"{BLOCK}.data.corpora.{name}",
+            "builtin:stdlib, builtin:pydoc, text:PATH, or the prefix of a .bin and .idx on this disk",
+            repr(spec),
+            remedy,
+        )
+
+
+def _check_tokenizer(spec: str) -> None:
+    kind, _, path = spec.partition(":")
+    if spec == "byte" or (kind == "hf" and path.strip() and "\0" not in path):
+        return
+    near = nearest(kind, ("byte", "hf"))
+    remedy = f"Did you mean {near if near == 'byte' else f'hf:{path or spec}'!r}?" if near else ""
+    raise ConfigError(
+        f"{BLOCK}.data.tokenizer", "byte, or hf:PATH with PATH a folder on this disk", repr(spec), remedy
+    )
+
+
 def check_data(block: IslandJob) -> None:
     data = block.data
+    if not data.corpora:
+        raise ConfigError(f"{BLOCK}.data.corpora", "at least one corpus", "none", "Take builtin:stdlib, say.")
+    for name, spec in data.corpora.items():
+        _check_corpus(name, spec)
+    _check_tokenizer(data.tokenizer)
     if "stable" not in data.mixes:
         raise ConfigError(f"{BLOCK}.data.mixes", 'a mix named "stable"', sorted(data.mixes))
     for phase, mix in data.mixes.items():
@@ -222,10 +264,12 @@ def check_data(block: IslandJob) -> None:
                 near = difflib.get_close_matches(corpus, list(data.corpora), n=1)
                 remedy = f"Did you mean {near[0]!r}?" if near else "Add it to data.corpora."
                 raise ConfigError(where, f"one of the corpora {sorted(data.corpora)}", corpus, remedy)
-            if not (math.isfinite(weight) and weight > 0):
+            if not weight > 0:
                 raise ConfigError(
                     where, "a weight above 0", weight, "Leave the corpus out of the mix instead."
                 )
+            if not 1e-9 <= weight <= 1e9:
+                raise ConfigError(where, "a weight from 1e-9 to 1e9", weight, "Only their ratio counts.")
         if not mix:
             raise ConfigError(f"{BLOCK}.data.mixes.{phase}", "at least one corpus", "none")
 
@@ -239,8 +283,16 @@ def build_schedule(deepspeed: dict[str, Any], block: IslandJob) -> Schedule | No
     scheduler = deepspeed.get("scheduler")
     if scheduler is None:
         return None
-    if not isinstance(scheduler, dict) or "type" not in scheduler:
-        raise ConfigError("scheduler", 'an object with a "type"', scheduler)
+    if "type" not in scheduler:
+        raise ConfigError("scheduler.type", '"WSD", say', "nothing", "Name the scheduler.")
+    if scheduler["type"] not in SCHEDULERS:
+        near = nearest(scheduler["type"], SCHEDULERS)
+        raise ConfigError(
+            "scheduler.type",
+            '"WSD", or another scheduler of DeepSpeed or torch',
+            repr(scheduler["type"]),
+            f"Did you mean {near!r}?" if near else "",
+        )
     if scheduler["type"] != "WSD":
         return None
     params = scheduler.get("params")

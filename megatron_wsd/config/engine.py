@@ -7,6 +7,15 @@ import re
 from typing import Any
 
 from megatron_wsd.config.block import BLOCK, IslandJob
+from megatron_wsd.config.deepspeed_keys import (
+    ADAM,
+    DEEPSPEED_OPTIMIZERS,
+    TORCH_ADAM,
+    TORCH_OPTIMIZERS,
+    ZERO_TESTED,
+    is_number,
+)
+from megatron_wsd.config.keys import AUTO, check_table, nearest
 from megatron_wsd.errors import ConfigError
 
 
@@ -21,7 +30,10 @@ def resolve_batch(deepspeed: dict[str, Any], ranks: int, tensor_parallel: int = 
     for key in keys:
         value = deepspeed.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(key, "an integer of at least 1", value)
+            got = repr(value) if isinstance(value, str) else value
+            raise ConfigError(key, "an integer of at least 1", got, AUTO if value == "auto" else "")
+        if value is not None and value >= 2**31:
+            raise ConfigError(key, "less than 2^31 sequences", value)
     total, micro, accum = (deepspeed.get(key) for key in keys)
     if micro is None and total is None:
         raise ConfigError(
@@ -44,26 +56,45 @@ def resolve_batch(deepspeed: dict[str, Any], ranks: int, tensor_parallel: int = 
     deepspeed.update(dict(zip(keys, (product, micro, accum), strict=True)))
 
 
-def check_numbers(deepspeed: dict[str, Any]) -> None:
-    """The numbers of the inner optimizer that DeepSpeed and torch would take or refuse only in the ranks."""
-    params = deepspeed.get("optimizer", {}).get("params", {})
-    if not isinstance(params, dict):
-        raise ConfigError("optimizer.params", "a json object", params)
-    bounds = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
-    wanted = [
-        (f"optimizer.params.{k}", params[k], low, high) for k, (low, high) in bounds.items() if k in params
-    ]
-    betas = params.get("betas", [])
-    if not isinstance(betas, list):
+def check_optimizer(deepspeed: dict[str, Any], block: IslandJob) -> None:
+    """Name and numbers of the inner optimizer, which DeepSpeed and torch would refuse only in the ranks."""
+    optimizer = deepspeed.get("optimizer", {})
+    kind, params = optimizer.get("type"), optimizer.get("params", {})
+    if kind is not None:
+        _check_name(kind, tested=not deepspeed.get("zero_allow_untested_optimizer"))
+        if kind.lower() in ("adam", "adamw"):
+            torchs = params.get("torch_adam") or block.inner == "torch"
+            check_table(params, TORCH_ADAM if torchs else ADAM, "optimizer.params.")
+    wanted = [(key, params[key], math.inf) for key in ("lr", "eps", "weight_decay") if key in params]
+    betas = params.get("betas", [0.0, 0.0])
+    if not isinstance(betas, list) or len(betas) != 2:
         raise ConfigError("optimizer.params.betas", "two numbers in [0, 1)", betas)
-    wanted += [(f"optimizer.params.betas.{i}", b, 0.0, 1.0) for i, b in enumerate(betas)]
-    if "gradient_clipping" in deepspeed:
-        wanted.append(("gradient_clipping", deepspeed["gradient_clipping"], 0.0, math.inf))
-    for name, value, low, high in wanted:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) and low <= value < high):
-            bound = "0 or more" if high == math.inf else f"in [{low:g}, {high:g})"
-            raise ConfigError(name, f"a finite number, {bound}", value)
+    wanted += [(f"betas.{i}", beta, 1.0) for i, beta in enumerate(betas)]
+    for key, value, high in wanted:
+        if not (is_number(value) and 0.0 <= value < high):
+            bound = "0 or more" if high == math.inf else f"in [0, {high:g})"
+            got = repr(value) if isinstance(value, str) else value
+            raise ConfigError(f"optimizer.params.{key}", f"a finite number, {bound}", got)
+
+
+def _check_name(kind: str, *, tested: bool) -> None:
+    # DeepSpeed takes its own in any case, torch's as they are spelt.
+    own = next((name for name in DEEPSPEED_OPTIMIZERS if name.lower() == kind.lower()), None)
+    if own is None and kind not in TORCH_OPTIMIZERS:
+        near = nearest(kind, ZERO_TESTED) or nearest(kind, (*DEEPSPEED_OPTIMIZERS, *TORCH_OPTIMIZERS))
+        raise ConfigError(
+            "optimizer.type",
+            f"{', '.join(ZERO_TESTED)}, or another optimizer of DeepSpeed or torch",
+            repr(kind),
+            f"Did you mean {near!r}?" if near else 'Take "AdamW", say.',
+        )
+    if tested and own not in ZERO_TESTED:
+        raise ConfigError(
+            "optimizer.type",
+            f"one of {', '.join(ZERO_TESTED)}, which DeepSpeed has tested with ZeRO",
+            kind,
+            'For another one add "zero_allow_untested_optimizer": true.',
+        )
 
 
 def check_inner(deepspeed: dict[str, Any], block: IslandJob) -> None:
@@ -98,8 +129,7 @@ def check_inner(deepspeed: dict[str, Any], block: IslandJob) -> None:
 
 def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
     """DeepSpeed features that compress or re-shard what an island must hold exactly."""
-    optimizer = deepspeed.get("optimizer", {})
-    kind = str(optimizer.get("type", "")) if isinstance(optimizer, dict) else ""
+    kind = str(deepspeed.get("optimizer", {}).get("type", ""))
     if kind.lower().replace("_", "") in ("onebitadam", "onebitlamb", "zerooneadam"):
         raise ConfigError(
             "optimizer.type",
@@ -107,11 +137,20 @@ def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
             kind,
             "1-bit optimizers exchange by themselves and do not run under ZeRO-3.",
         )
+    for section in ("fp16", "bfloat16"):
+        if deepspeed.get(section, {}).get("enabled"):
+            why = "Islands do not agree on loss scales." if section == "fp16" else "Write bf16."
+            raise ConfigError(f"{section}.enabled", "bf16 or fp32", f"{section}, switched on", why)
+    if deepspeed.get("bf16", {}).get("bf16_master_weights_and_grads"):
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads",
+            "false together with islands",
+            True,
+            "Remove it: the outer loop reads fp32 masters.",
+        )
     zero = deepspeed.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError("zero_optimization", "a json object", type(zero).__name__)
     stage = zero.get("stage", 0)
-    if stage != 3:
+    if stage != 3 or isinstance(stage, bool):
         raise ConfigError(
             "zero_optimization.stage", "3, whose shards the outer loop reads", stage, 'Set "stage": 3.'
         )
@@ -120,16 +159,26 @@ def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
         "zero_quantized_weights": (False, "the island would not hold what the outer loop wrote"),
         "zero_quantized_nontrainable_weights": (False, "the island would not hold what the outer loop wrote"),
         "zero_quantized_gradients": (False, "quantised gradients change the shards' arithmetic"),
-        "mics_shard_size": (-1, "MiCS replicates shards inside an island"),
-        "mics_hierarchical_params_gather": (False, "MiCS replicates shards inside an island"),
+        "compute_grad_norm": (True, "ZeRO-3 clips by that norm, and DeepSpeed insists on it"),
     }
     for key, (off, why) in refused.items():
         if zero.get(key, off) != off:
             raise ConfigError(
                 f"zero_optimization.{key}", f"{off!r} together with islands", zero[key], f"Remove it: {why}."
             )
+    gone = {
+        "mics_shard_size": "Remove it: MiCS replicates shards inside an island.",
+        "mics_hierarchical_params_gather": "Remove it: MiCS replicates shards inside an island.",
+        "zeropp_loco_param": "Remove it: quantised gradients change the shards' arithmetic.",
+        "cpu_offload": 'Write "offload_optimizer": {"device": "cpu"}.',
+        "cpu_offload_param": 'Write "offload_param": {"device": "cpu"}.',
+        "cpu_offload_use_pin_memory": "Write pin_memory inside offload_optimizer and offload_param.",
+    }
+    for key, remedy in gone.items():
+        if key in zero:
+            raise ConfigError(f"zero_optimization.{key}", "no such key", "it there", remedy)
     for part in ("offload_param", "offload_optimizer"):
-        device = zero.get(part, {}).get("device", "none") if isinstance(zero.get(part, {}), dict) else "none"
+        device = (zero.get(part) or {}).get("device", "none")
         if device == "nvme":
             raise ConfigError(f"zero_optimization.{part}.device", '"cpu" or "none"', device, "Use cpu.")
 

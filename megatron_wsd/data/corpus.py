@@ -74,7 +74,7 @@ def open_source(spec: str) -> Source:
     kind, _, path = spec.partition(":")
     if kind != "text" or not path:
         raise DataError(
-            "data.corpora",
+            "megatron_wsd.data.corpora",
             "'builtin:stdlib', 'builtin:pydoc', 'text:PATH' or the prefix of a .bin and .idx",
             spec,
             "Use one of these.",

@@ -54,7 +54,7 @@ class Corpora:
             low, high = (0, manifest["max_token_id"]) if manifest else file.id_range(_SCAN_TOKENS)
             if low < 0 or high >= vocab_size:
                 raise DataError(
-                    f"data.corpora.{name}",
+                    f"megatron_wsd.data.corpora.{name}",
                     f"token ids in [0, {vocab_size}), the rows of the model's vocabulary",
                     f"ids from {low} to {high} in {file.prefix}.bin",
                     f"Set the model's vocab_size to at least {high + 1}, or use this model's tokenizer.",
@@ -84,7 +84,9 @@ def open_corpora(corpora: Mapping[str, str], cache_dir: str | Path, tokenizer: s
             another tokenizer.
     """
     if not corpora:
-        raise DataError("data.corpora", "at least one corpus", "none", "Use e.g. builtin:stdlib.")
+        raise DataError(
+            "megatron_wsd.data.corpora", "at least one corpus", "none", "Use e.g. builtin:stdlib."
+        )
     files = {}
     for name, spec in corpora.items():
         if is_source(spec):
@@ -94,7 +96,7 @@ def open_corpora(corpora: Mapping[str, str], cache_dir: str | Path, tokenizer: s
         manifest = read_manifest(files[name].prefix)
         if manifest and not tokenizer_identity(tokenizer).items() <= manifest["tokenizer"].items():
             raise DataError(
-                f"data.corpora.{name}",
+                f"megatron_wsd.data.corpora.{name}",
                 f"tokens of data.tokenizer, {tokenizer!r}",
                 f"{files[name].prefix} of {manifest['tokenizer']}",
                 "Name the tokenizer it was prepared with, or prepare it again.",

@@ -54,7 +54,7 @@ def split_corpus(name: str, num_tokens: int, seq_length: int, valid_fraction: fl
     samples = (num_tokens - 2) // seq_length
     if samples < 2:
         raise DataError(
-            f"data.corpora.{name}",
+            f"megatron_wsd.data.corpora.{name}",
             f"at least {2 * seq_length + 2} tokens, one sample to train and one to validate",
             f"{num_tokens} tokens",
             "Use more text or a shorter seq_length.",
@@ -120,7 +120,7 @@ class Mix:
         positive = {corpus: float(weights[corpus]) for corpus in sorted(weights) if weights[corpus] > 0}
         if bad or not 0 < len(positive) <= MIX_PERIOD:
             raise DataError(
-                f"data.mixes.{name}",
+                f"megatron_wsd.data.mixes.{name}",
                 f"weights of at least 0, of which 1 to {MIX_PERIOD} are more than 0",
                 bad or dict(weights),
                 "Give every corpus its share of the samples, e.g. 0.7 and 0.3.",

@@ -79,7 +79,7 @@ class MixSampler:
         for name, weights in mixes.items():
             if unknown := sorted(set(weights) - set(sizes)):
                 raise DataError(
-                    f"data.mixes.{name}",
+                    f"megatron_wsd.data.mixes.{name}",
                     f"corpora among {sorted(sizes)}",
                     unknown,
                     "Add them to data.corpora or take them out of the mix.",
@@ -138,7 +138,7 @@ class MixSampler:
             return
         if k < last.start:
             raise DataError(
-                "data.mixes",
+                "megatron_wsd.data.mixes",
                 f"a switch at sample {last.start} or later",
                 f"a switch to {mix!r} at sample {k}",
                 f"The mix {last.name!r} began there; a switch cannot be put before it.",
@@ -252,7 +252,9 @@ class MixSampler:
 
     def _begin(self, k: int, mix: str, taken: Counter[str]) -> None:
         if mix not in self._mixes:
-            raise DataError("data.mixes", f"one of {sorted(self._mixes)}", mix, "Define this mix.")
+            raise DataError(
+                "megatron_wsd.data.mixes", f"one of {sorted(self._mixes)}", mix, "Define this mix."
+            )
         self._phases.append(_Phase(k, mix, taken))
         self._memory: dict[int, Counter[str]] = {}
 

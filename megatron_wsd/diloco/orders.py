@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_wsd.control import ControlFolder, Order
+from megatron_wsd.control import ControlFolder, Order, as_typed
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.state import OuterState
@@ -109,7 +109,8 @@ def apply_orders(scheduler: Any, entries: Sequence[dict[str, Any]], position: in
     """
     for entry in entries:
         try:
-            _apply(scheduler, entry)
+            with as_typed(entry["kind"]):
+                _apply(scheduler, entry)
         except ScheduleError as e:
             entry["refused"] = str(e)
     if entries and isinstance(scheduler, WSD):

@@ -274,6 +274,7 @@ def _warnings(config: Config, speed: Speed, device: int, links: Sequence[LinkPla
 def _assumed(config: Config, question: Question, speed: Speed) -> list[str]:
     layers = config.model.num_layers if config.model else 1
     found = [
+        *([config.assumption.removeprefix("assumed: ")] if config.assumption else []),
         *speed.assumed,
         f"{question.rtt_s * 1e3:g} ms between islands; a link's bandwidth is that of one island in each "
         "direction, shared by its ranks and by nothing else",

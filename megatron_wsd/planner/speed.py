@@ -65,8 +65,8 @@ def speed_of(
         hint = f"Did you mean {near[0]!r}?" if near else "Give --tflops for another one."
         raise ConfigError("--gpu", f"one of {', '.join(GPUS)}", gpu, hint)
     for flag, value in (("--step-time-s", step_s), ("--tflops", tflops)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(flag, "a number above 0", value)
+        if value is not None and not 1e-9 <= value <= 1e9:
+            raise ConfigError(flag, "a number above 0, at most 1e9", value)
     if not 0 < mfu <= 1:
         raise ConfigError("--mfu", "a share above 0, at most 1", mfu, "0.4 is usual for dense models.")
     peak, gigabytes = GPUS[name]
@@ -77,4 +77,9 @@ def speed_of(
     source = "as given" if tflops else f"{name}, dense bf16"
     seconds = flops_per_step / (ranks * peak * 1e12 * mfu)
     told = f"a device reaches {mfu:.0%} of {peak:g} TFLOP/s ({source}); better: --step-time-s, measured"
+    if gpu is None and tflops is None:
+        told = (
+            f"no device is named, so an {name.upper()} is assumed: {mfu:.0%} of {peak:g} TFLOP/s in bf16; "
+            "for another one give --gpu or --tflops, for a CPU a measured --step-time-s"
+        )
     return Speed(seconds, (told,), memory, guessed=True)

@@ -29,9 +29,13 @@ def real(field: str, value: object, low: float = 0.0, high: float = math.inf) ->
     )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ScheduleError(field, expected, value, _auto(value))
-    if not math.isfinite(value) or not low <= value <= high:
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
         raise ScheduleError(field, expected, value)
-    return float(value)
+    return number
 
 
 def _auto(value: object) -> str:

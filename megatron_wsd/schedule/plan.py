@@ -93,7 +93,7 @@ class Plan:
         start, decays = given.get("decay_start"), self.schedule.decays
         if isinstance(start, int) and start < now and start != (decays[-1].start if decays else None):
             done = f"at least {now}, the {self.schedule.unit} that are completed"
-            raise ScheduleError("decay_start", done, start, "That has passed.")
+            raise ScheduleError("decay_start", done, start, "That has passed: give a later one.")
         peaks = self.peaks
         if "max_lr" in given:
             peaks = tuple(per_group("max_lr", given["max_lr"], len(peaks)))

@@ -216,7 +216,7 @@ class Schedule:
                 "decay_start",
                 f"at least {now}, the {self.unit} that are completed",
                 start,
-                "That has passed.",
+                "That has passed: give a later one.",
             )
         return self.with_decay(
             start, length, shape, min_lr_ratio,

@@ -171,6 +171,42 @@ def test_ctrl_c_lets_the_islands_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+def test_ctrl_c_before_there_is_anything_to_save(tmp_path: Path) -> None:
+    with launched(tmp_path, ranks=1, steps=10_000) as launch:
+        wait_for(lambda: "lighthouse" in launch.text(), 60, "the islands are started")
+        os.killpg(launch.process.pid, signal.SIGINT)
+        assert launch.process.wait(timeout=60) == 130, launch.text()
+        assert not has_rounds(launch, 0)
+        wait_for(lambda: not launch.left_behind(), 5, "no process is left")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("script", "status"), [("os.kill(os.getpid(), 9)", 137), ("time.sleep(300)", 143)])
+def test_the_exit_code_of_an_island_is_that_of_the_signal_that_ended_it(
+    tmp_path: Path, script: str, status: int
+) -> None:
+    began = tmp_path / "began"
+    (tmp_path / "train.py").write_text(f"import os, time; open({str(began)!r}, 'w').close(); {script}")
+    (tmp_path / "config.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}'
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with socket.create_server(("127.0.0.1", 0)) as lighthouse:
+        flags = ["--island", "0", "--islands", "1", "--ranks", "1", "--config", str(tmp_path / "config.json")]
+        flags += ["--lighthouse", f"http://127.0.0.1:{lighthouse.getsockname()[1]}"]
+        flags += ["--run-dir", str(tmp_path / "run"), "--script", str(tmp_path / "train.py")]
+        command = [sys.executable, "-m", "megatron_wsd", "island", *flags]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(began.exists, 120, "the rank is started")
+            if status == 143:
+                process.terminate()
+            assert process.wait(timeout=60) == status
+        finally:
+            process.kill()
+
+
+@pytest.mark.launch
 def test_one_island_goes_on_without_the_other_and_the_exit_code_tells(tmp_path: Path) -> None:
     with launched(tmp_path, ranks=1, steps=150) as launch:
         wait_for(lambda: has_rounds(launch, 0) and has_rounds(launch, 1), 180, "rounds")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from shipped_data import lay_data
 from typer.testing import CliRunner
 
 import megatron_wsd
@@ -38,7 +39,8 @@ def test_version_and_help_name_every_command() -> None:
         assert command in text
 
 
-def test_no_command_imports_torch_before_it_is_needed(config: Path) -> None:
+def test_no_command_imports_torch_before_it_is_needed() -> None:
+    config = ROOT / "launch" / "configs" / "tiny_cpu.json"
     program = (
         "import sys; from megatron_wsd.cli import app\n"
         f"app(['launch', '--config', {str(config)!r}, '--run-dir', '/nowhere/run', '--dry-run'], "
@@ -128,7 +130,7 @@ def test_a_lighthouse_that_is_not_there_is_told_and_nothing_is_written(
 def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
     tmp_path: Path, config: Path
 ) -> None:
-    flags = ("--islands", "2", "--ranks", "3", "--steps", "7", "--resume", "--dry-run")
+    flags = ("--islands", "2", "--ranks", "3", "--steps", "7", "--resume", "--script", __file__, "--dry-run")
     code, text = run("launch", *flags, "--config", config, "--run-dir", tmp_path / "a run")
     assert code == 0
     assert "--bind 127.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000" in text
@@ -142,8 +144,10 @@ def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
     ("name", "islands", "ranks"), [("tiny_cpu.json", 2, 2), ("7b_2x8_100gbps.json", 2, 8)]
 )
 def test_the_configs_that_are_shipped_load_and_dry_run(
-    tmp_path: Path, name: str, islands: int, ranks: int
+    tmp_path: Path, name: str, islands: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_data(tmp_path)
     flags = ("--islands", islands, "--ranks", ranks, "--run-dir", tmp_path / "run", "--dry-run")
     code, text = run("launch", "--config", ROOT / "launch" / "configs" / name, *map(str, flags))
     assert code == 0, text

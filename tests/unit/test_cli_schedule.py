@@ -181,9 +181,9 @@ def test_other_flags_refused(tmp_path: Path) -> None:
     config = write(tmp_path)
     assert "--csv" in run(config, "--csv", "--json", fails=True)
     assert "ends in .png" in run(config, "--plot", tmp_path / "a.pdf", fails=True)
-    assert "holds no run" in run(tmp_path, fails=True)
+    assert "a folder without a run" in run(tmp_path, fails=True)
     assert "does not exist" in run(tmp_path / "none", fails=True)
-    assert "No such file" in run(config, "--plot", tmp_path / "none" / "a.png", fails=True)
+    assert "Make the folder first." in run(config, "--plot", tmp_path / "none" / "a.png", fails=True)
 
 
 def test_without_a_schedule_or_a_peak(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_every_argument_is_explained(name: str) -> None:
         (("launch", "--conifg", "x"), "--config"),
         (("plan", "x", "--island", "2"), "--islands"),
         (("status", "RUN", "--wach"), "--watch"),
-        (("launch", "--hostfile", "x"), "it is one of megatron-wsd island"),
-        (("decay-now", "RUN", "--length", "3"), "there are --steps, --shape"),
+        (("launch", "--hostfile", "x"), "It is one of megatron-wsd island."),
+        (("decay-now", "RUN", "--length", "3"), "There are --steps, --shape"),
         (("decay-now", "RUN", "--then", "stabel"), "'stable'"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from shipped_data import lay_data
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
@@ -100,7 +101,11 @@ def test_deepspeed_knows_every_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_dry_run_tells_everything_and_touches_nothing(name: str, tmp_path: Path) -> None:
+def test_a_dry_run_tells_everything_and_touches_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lay_data(tmp_path)
     flags = [*SHIPPED[name][0], "--run-dir", str(tmp_path / "run"), "--dry-run"]
     before = sorted(tmp_path.rglob("*"))
     result = CliRunner().invoke(app, ["launch", "--config", str(CONFIGS / f"{name}.json"), *flags])

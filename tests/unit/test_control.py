@@ -90,10 +90,10 @@ def test_decay_now_checks_what_it_can_before_it_drops_the_file(tmp_path: Path) -
     run = run_folder(tmp_path)
     for flags, word in (
         ((), "--steps"),
-        (("--steps", 0), "decay_steps"),
+        (("--steps", 0), "error: --steps: expected a whole number"),
         (("--steps", 5, "--shape", "lineer"), "linear"),
         (("--steps", 5, "--data-mix", "code"), "--data-mix"),
-        (("--steps", 5, "--min-lr-ratio", 2), "min_lr_ratio"),
+        (("--steps", 5, "--min-lr-ratio", 2), "error: --min-lr-ratio: "),
         (("--steps", 5, "--cancel"), "--cancel"),
     ):
         code, text = cli("decay-now", run.path, *flags)

@@ -216,9 +216,9 @@ def override(**fields: Any) -> Order:
     "order,reason",
     [
         (Order(length=20, at=49), "That has passed"),
-        (Order(), "decay_steps: expected a whole number of at least 1, got 0"),
+        (Order(), "--steps: expected a whole number of at least 1, got 0"),
         (Order(length=20, shape="linnear"), "Did you mean 'linear'"),
-        (Order(length=20, shape="geometric"), "min_lr_ratio: expected more than 0"),
+        (Order(length=20, shape="geometric"), "--min-lr-ratio: expected more than 0 for --shape"),
         (Order(kind="cancel"), "none is planned"),
         (override(decay_steps=30), "a schedule that has a decay"),
         (override(decay_start=60, decay_steps=-1), "decay_steps"),

@@ -8,7 +8,7 @@ A comment above the fence says it:
     <!-- illustrative: why -->       is not run
 
 Whatever the tag, each `megatron-wsd` command must be one that its parser takes. The scratch folder has the
-repository's launch/, a config CONFIG, and the runs RUN, RUN2 and RUN3.
+repository's launch/, the data/ that its configs name, a config CONFIG, and the runs RUN, RUN2 and RUN3.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 from run_folders import faulty
+from shipped_data import lay_data
 
 from megatron_wsd.cli import app
 
@@ -205,6 +206,7 @@ def scratch(folder: Path) -> Path:
     for name in ("launch", ".venv"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
+    lay_data(folder)
     shutil.copy(TINY, folder / "CONFIG")
     config = json.loads(TINY.read_text())
     config["megatron_wsd"]["islands"] = {"count": 2, "ranks": 2}

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from shipped_data import lay_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,8 +139,13 @@ def test_island_sh_dry_run_on_several_machines(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     line = [ROOT / "launch" / "island.sh", *flags, "--config", tmp_path / "config.json"]
     line += ["--run-dir", tmp_path / "run"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    bare = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert bare.returncode == 2
+    assert "error: megatron_wsd.data.corpora.broad: expected a file, got " in bare.stderr
+    lay_data(tmp_path)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == bare.stdout.count("\n")  # the commands are told all the same
     for word in (
         "# restarts: up to 3, 30 s and more after a failure",
         "island 1 of 2: ranks 0-7 on node-0",

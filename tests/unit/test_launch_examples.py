@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from shipped_data import lay_data
 
 from megatron_wsd.cli.lighthouse import lighthouse_command
 from megatron_wsd.config import load_config
@@ -54,6 +55,7 @@ def checkout(tmp_path: Path) -> Path:
     for name, line in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
         (folder / name).chmod(0o755)
+    lay_data(folder)
     return folder
 
 

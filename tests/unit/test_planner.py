@@ -469,7 +469,7 @@ def test_no_torch_for_a_plan() -> None:
         (("--wan", "0gbps"), "--wan: expected bandwidths"),
         (("--rtt-ms", "-1"), "--rtt-ms: expected 0 or more"),
         (("--model", "7bb"), "--model: expected one of 25m, "),
-        (("--model", "no.json"), "--config: expected a json file, got no.json, which does not exist"),
+        (("--model", "no.json"), "--model: expected a json file, got no.json, which does not exist"),
         (("--gpu", "h10"), "--gpu: expected one of v100, "),
         (("--step-time-s", "0"), "--step-time-s: expected a number above 0"),
         (("--tflops", "nan"), "--tflops: expected a number above 0"),
