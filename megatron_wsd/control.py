@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_wsd.config import load_config
+from megatron_wsd.config.keys import words_of
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.rundir import RunDir
@@ -166,7 +167,8 @@ class ControlFolder:
                 remedy = "If nobody is writing it, remove it with megatron-wsd decay-now --cancel."
                 raise ConfigError(where, "a whole json object", first["msg"], remedy) from None
             got = first.get("input")
-            error = ConfigError(where, "an order", f"{first['msg']} ({got!r:.200})")
+            expected = "a known key" if first["type"] == "extra_forbidden" else words_of(first)
+            error = ConfigError(where, expected, repr(got) if isinstance(got, str) else got)
             self._refuse(content, error)
             return None
         wrong = self._foreign(order)

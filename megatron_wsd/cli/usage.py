@@ -126,8 +126,8 @@ def _expected(e: Any, param: Any) -> tuple[str, str, str]:
         return f"one of {', '.join(names)}", got, f"Did you mean {near[0]!r}?" if near else ""
     if "ge" in found.get("ctx", {}):
         return f"at least {found['ctx']['ge']:g}", got, ""
-    told = f"{found.get('type', '')} {e.message}"
-    return "a whole number" if "int" in told else "a number" if "float" in told else "another value", got, ""
+    told = found.get("type", "") + re.sub("'.*?'", "", e.message)
+    return "a number" if "float" in told else "a whole number" if "int" in told else "another value", got, ""
 
 
 def _options(command: Any) -> list[str]:

@@ -98,7 +98,7 @@ def config_error(e: ValidationError) -> ConfigError:
     if first["type"] == "missing":
         return ConfigError(where, "a value", "nothing", "Add it.")
     value = first["input"]
-    expected = _words(first)
+    expected = words_of(first)
     if first["type"] == "literal_error" and isinstance(value, str):
         words = re.findall(r"'([^']*)'", first["ctx"]["expected"])
         near = nearest(value, words, cutoff=0.5)
@@ -126,7 +126,7 @@ _WORDS = {
 }
 
 
-def _words(error: Any) -> str:
+def words_of(error: Any) -> str:
     """What pydantic expected, in the words that all messages here use."""
     if error["type"] in _WORDS:
         return _WORDS[error["type"]].format(**error.get("ctx", {}))

@@ -26,7 +26,7 @@ from megatron_wsd.diloco.orders import Orders
 from megatron_wsd.diloco.residence import residence_of
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.state import OuterState, make_state
-from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, ScheduleError, StopRequested
+from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, MegatronWSDError, StopRequested
 from megatron_wsd.metrics import Metrics, say
 from megatron_wsd.monitors import Monitors
 from megatron_wsd.schedule.deepspeed import WSD
@@ -389,13 +389,13 @@ class OuterLoop(ABC):
         """Carry out an order that all islands know already, as that of a branch at its beginning.
 
         Raises:
-            ScheduleError: the schedule refuses it.
+            MegatronWSDError: the schedule refuses it.
         """
         entry = {**order.model_dump(mode="json"), "number": order.number, "step": self.position}
         self._state.orders.append(entry)
         self._obey()
         if "refused" in entry:
-            raise ScheduleError("branch", "a decay that fits the schedule", str(entry["refused"]))
+            raise MegatronWSDError(f"the decay of this branch is refused: {entry['refused']}")
 
     def _obey(self) -> None:
         """Carry out new orders, and let the outer rate follow the schedule that results."""

@@ -56,13 +56,13 @@ def refusal(run: RunDir) -> dict[str, str]:
 @pytest.mark.parametrize(
     "content,word",
     [
-        ({"length": -1}, "length: expected an order, got Input should be greater than or equal to 0 (-1)"),
+        ({"length": -1}, "length: expected at least 0, got -1."),
         ({"length": "20"}, "length"),
         ({"length": "auto"}, "length"),
         ({"length": 20.0}, "length"),
         ({"length": True}, "length"),
         ({"length": None}, "length"),
-        ({"lenght": 20}, "lenght"),
+        ({"lenght": 20}, "lenght: expected a known key"),
         ({"length": 20, "at": -3}, "at"),
         ({"length": 20, "at": "now"}, "at"),
         ({"length": 20, "min_lr_ratio": 1.5}, "min_lr_ratio"),
@@ -72,9 +72,9 @@ def refusal(run: RunDir) -> dict[str, str]:
         ({"length": 20, "run": "0123456789abcdef"}, "It was dropped for another run"),
         ({"kind": "stop"}, "kind"),
         ({"kind": "override", "fields": 3}, "fields"),
-        ("null", "an order"),
-        ("[]", "an order"),
-        ("3", "an order"),
+        ("null", "order.json: expected a json object, got None."),
+        ("[]", "order.json: expected a json object, got []"),
+        ("3", "order.json: expected a json object, got 3."),
     ],
     ids=str,
 )
