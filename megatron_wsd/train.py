@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,18 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
-from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
 from megatron_wsd.lineage import Parent
 from megatron_wsd.metrics import say, set_up_logging
-from megatron_wsd.models.utilisation import peak_tflops, utilisation, was_clipped
+from megatron_wsd.models.utilisation import Window, peak_tflops, utilisation, was_clipped
 from megatron_wsd.monitors import finish_monitors, monitors_of
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 from megatron_wsd.rundir import STOP
 
 if TYPE_CHECKING:
-    from megatron_wsd.diloco.round import RoundResult
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +125,7 @@ class Trainer:
     def _setup(self, resume: bool) -> None:
         import torch
 
+        from megatron_wsd.data.feed import Feed
         from megatron_wsd.diloco.island import IslandAddress
         from megatron_wsd.diloco.residence import check_residence
         from megatron_wsd.models.cpu import prepare_for_cpu, without_shm_comm
@@ -149,35 +148,9 @@ class Trainer:
         self.readers = parallel_state.get_data_parallel_world_size()
         self.reader = parallel_state.get_data_parallel_rank()
         self.device = torch.device(deepspeed.get_accelerator().current_device_name())
-        self._open_data()
+        self.feed = Feed(self.config, self.run_dir, self.address, self.reader, self.readers)
         self._build_engine()
         self._attach(resume)
-
-    def _open_data(self) -> None:
-        from megatron_wsd.data.consumption import Ledger
-        from megatron_wsd.data.loader import HeldOut, TrainStream, open_corpora
-        from megatron_wsd.data.sampler import MixSampler
-
-        config, model = self.config, self.config.model
-        assert model is not None
-        data = config.data
-        cache = Path(data.cache_dir) if data.cache_dir else self.run_dir / "data"
-        self.corpora = open_corpora(data.corpora, cache, data.tokenizer)
-        self.held_out = HeldOut(self.corpora, model.seq_length, data.valid_fraction)
-        sizes = {name: split.train_samples for name, split in self.held_out.splits.items()}
-        self.sampler = MixSampler(
-            sizes, data.mixes, data.seed, islands=self.address.islands, island=self.address.island
-        )
-        self.ledger = Ledger()
-        self.stream = TrainStream(
-            self.corpora,
-            self.sampler,
-            model.seq_length,
-            ranks=self.readers,
-            rank=self.reader,
-            micro_batch=config.micro_batch,
-            grad_accum=config.grad_accum,
-        )
 
     def _build_engine(self) -> None:
         import torch
@@ -190,7 +163,7 @@ class Trainer:
         model = self.config.model
         assert model is not None
         vocab = resolve_vocab(model, load_tokenizer(self.config.data.tokenizer).vocab_size)
-        self.corpora.check_vocab(vocab)
+        self.feed.corpora.check_vocab(vocab)
         ds = dict(self.config.deepspeed)
         ds.setdefault("steps_per_print", 10**9)
         ds = monitors_of(ds, self.run_dir, self.address.island)
@@ -208,7 +181,6 @@ class Trainer:
         from megatron_wsd.checkpoint.run import RunCheckpoints
         from megatron_wsd.diloco.loop import attach
 
-        fingerprints = "".join(v for _, v in sorted(self.corpora.fingerprints().items()))
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config, self.built.inner.family)
         choice = [Start()]
         if resume:
@@ -220,19 +192,18 @@ class Trainer:
         if resume and folder is None:
             log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
         if start.sampler is not None:
-            self.sampler.load_state_dict(start.sampler)
+            self.feed.sampler.load_state_dict(start.sampler)
         if folder is not None:
             self.checkpoints.load_engine(self.engine, folder)
-        self.outer = attach(self.engine, self.config, data_digest=_int63(fingerprints))
+        self.outer = attach(self.engine, self.config, data_digest=self.feed.digest)
         self.outer.stop_requested = self._asked_to_stop
         if folder is not None:
             self.checkpoints.load_rest(self.outer, folder)
             if start.parent is not None:
                 begins = self._begin_branch(start.parent)
             elif (consumed := self.checkpoints.consumed(folder)) is not None:
-                self.ledger.load_state_dict(consumed)
+                self.feed.ledger.load_state_dict(consumed)
         self.metrics = self.outer.metrics
-        entropy = {name: self.held_out.unigram_entropy(name) for name in self.corpora.files}
         self.metrics.write(
             "start",
             island=self.address.island,
@@ -241,10 +212,8 @@ class Trainer:
             parameters=self.built.parameters,
             inner=str(self.built.inner),
             layers=self.built.spec,
-            unigram_entropy=entropy,
-            epoch_samples=self.sampler.sizes,
-            seq_length=self.stream.seq_length,
             resumed=folder is not None,
+            **self.feed.facts(),
         )
         if self.rank == 0:
             how = f"resumed at {self._where()}" if folder else "fresh"
@@ -273,7 +242,7 @@ class Trainer:
 
         # In the newest outer state, which may be another island's and know of more than this one's.
         cursor = parent.cursors[str(self.address.island)]
-        self.ledger.until = cursor * self.config.island_batch
+        self.feed.inherited(cursor)
         if self.config.sync.mode == "sync":
             for order in orders(self.outer.position):
                 self.outer.carry_out(order)
@@ -299,10 +268,10 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.outer.meet()
-        self._note_data(self.outer.last_round)  # a round that it was stopped before
-        self._note_data_of_earlier()
+        self.feed.note(self.outer, self.outer.last_round)  # a round that it was stopped before
+        self.feed.note_earlier(self.outer)
         self.outer.alive(_LONGEST_START_S)
-        self._window = _Window()
+        self._window = Window()
         stopped = False
         try:
             stopped = self._train()
@@ -329,12 +298,12 @@ class Trainer:
         import torch
 
         engine, step = self.engine, self.outer.inner_step
-        self._switch_mix(step)
         scheduler = engine.lr_scheduler
+        self.feed.switch_mix(scheduler.schedule, self.outer)
         lr, phase = scheduler.get_last_lr()[0], str(scheduler.phase)
         losses = []
         for micro in range(self.config.grad_accum):
-            tokens, labels = self.stream.batch(step, micro)
+            tokens, labels = self.feed.batch(step, micro)
             loss = self._loss(tokens, labels)
             engine.backward(loss)
             engine.step()
@@ -351,24 +320,6 @@ class Trainer:
         positions, mask = self.inputs(tokens)
         return self.engine(tokens, positions, mask, labels=labels).float().mean()
 
-    def _switch_mix(self, step: int) -> None:
-        """Make the switches of data mix that are due.
-
-        At the very sample at which each is planned, even if this island was moved past it: then the samples
-        in between were never read here, and all islands keep one history. In asynchronous mode each island
-        has read its own number of samples by then.
-        """
-        scheduler = self.engine.lr_scheduler
-        plan = planned_mixes(scheduler.schedule, self.outer.orders, self.config.data.mixes)
-        done = len(self.sampler.history) - 1  # the first entry is where the run began
-        for start, mix in plan[done:]:
-            if start > self.outer.position:
-                break
-            at = (start if self.config.sync.mode == "sync" else step) * self.config.island_batch
-            # An asynchronous island may have gone back behind its own last switch.
-            self.sampler.switch(max(at, self.sampler.history[-1][0]), mix)
-            self.metrics.event("mix", step, f"step {start}: data mix is now {mix!r}")
-
     def _step_outer(self, tokens: int) -> None:
         """Count the step; around a round that is due, validate local weights and anchor."""
         every = self.config.log.eval_interval
@@ -376,7 +327,7 @@ class Trainer:
         if due:
             self._evaluate("local")
         result = self.outer.step(tokens=tokens)
-        self._note_data(result)
+        self.feed.note(self.outer, result)
         if result is not None and every > 0 and self.config.sync.mode == "async":
             # Rank 0 says which round it is: others may have seen a newer one already.
             (now,) = self.outer.group.broadcast([self.outer.outer_step // every])
@@ -387,40 +338,12 @@ class Trainer:
             with self.outer.anchor_weights() as committed:
                 self._evaluate("anchor", committed)
 
-    def _note_data_of_earlier(self) -> None:
-        """Tell of the last contribution of an earlier process, which may have been killed before it could."""
-        own = self.address.island
-        fragments = [f for f in self.outer.state.fragments if own in f.taken]
-        if self.config.sync.mode != "sync" or not fragments:
-            return
-        newest = max(fragments, key=lambda f: f.taken[own])
-        self._commit_data(newest.taken[own] - newest.taken_steps[own], newest.taken[own])
-
-    def _note_data(self, result: RoundResult | None) -> None:
-        """Count the samples of this island that rounds have committed by now."""
-        own = self.address.island
-        first, end = 0, self.outer.state.cursor(own)
-        if self.config.sync.mode == "sync":  # there an island may be moved past samples that it never read
-            decision = None if result is None or not result.committed else result.decision
-            if decision is None or own not in decision.contributors:
-                return
-            end = decision.offer(own).cursor
-            first = end - decision.offer(own).steps
-        self._commit_data(first, end)
-
-    def _commit_data(self, first: int, end: int) -> None:
-        """The samples of this island's inner steps [first, end) are committed."""
-        batch = self.config.island_batch
-        new = self.ledger.commit(self.sampler, first * batch, end * batch)
-        if new is not None:
-            self.metrics.write("data", step=self.outer.inner_step, outer_step=self.outer.outer_step, **new)
-
     def _end(self, stopped: bool) -> None:
         """A run that is over ends on an anchor; one that is only stopped keeps its local progress."""
         end = self.engine.lr_scheduler.schedule.end
         over = end is not None and self.outer.position >= end and not stopped
         if over:
-            self._note_data(self.outer.finish())
+            self.feed.note(self.outer, self.outer.finish())
             if self._validated != ("anchor", self.outer.outer_step):
                 self._evaluate("anchor", self.outer.committed())
         self._save()
@@ -475,17 +398,13 @@ class Trainer:
         """
         import torch
 
-        config = self.config
         self.engine.eval()
         which = anchor or {"outer_step": self.outer.outer_step}
         self._validated = (target, which["outer_step"])
-        for corpus in sorted(self.corpora.files):
-            batches = self.held_out.batches(
-                corpus, config.log.eval_batches, config.micro_batch, self.readers, self.reader
-            )
+        for corpus in sorted(self.feed.corpora.files):
             losses = []
             with torch.no_grad():
-                for tokens, labels in batches:
+                for tokens, labels in self.feed.held_out(corpus):
                     losses.append(float(self._loss(tokens, labels)))
                     self.outer.alive()
             # Every rank has equally many batches; NaN and Inf go through as they are.
@@ -505,38 +424,7 @@ class Trainer:
     def _save(self) -> None:
         step = self.outer.inner_step
         self.outer.alive(_LONGEST_SAVE_S)
-        self.checkpoints.save(self.engine, self.outer, self.sampler, self.ledger, step)
+        self.checkpoints.save(self.engine, self.outer, self.feed.sampler, self.feed.ledger, step)
         self.outer.alive()
         own = "" if self.config.sync.mode == "sync" else "own "
         self.metrics.event("checkpoint", step, f"checkpoint of {own}step {step} complete")
-
-
-class _Window:
-    """Loss and speed since the last line."""
-
-    def __init__(self) -> None:
-        self._losses: list[Any] = []
-        self._tokens = 0
-        self._since = time.perf_counter()
-
-    def add(self, loss: Any, tokens: int) -> None:
-        self._losses.append(loss)
-        self._tokens += tokens
-
-    def close(self) -> tuple[float, float]:
-        """Mean loss over steps and ranks, and the island's tokens a second."""
-        import torch
-
-        mean = torch.stack(self._losses).mean().double()
-        torch.distributed.all_reduce(mean)
-        loss = float(mean) / torch.distributed.get_world_size()
-        now = time.perf_counter()
-        speed = self._tokens / max(now - self._since, 1e-9)
-        self._losses, self._tokens, self._since = [], 0, now
-        return loss, speed
-
-
-def _int63(text: str) -> int:
-    import hashlib
-
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 # Dense bf16 TFLOP/s with fp32 accumulation, from the makers' data sheets. The first name found counts.
 _PEAK_TFLOPS = (
     ("GB200", 2500.0),
@@ -61,3 +64,28 @@ def utilisation(tokens_per_s: float, flops_per_token: float, ranks: int, peak: f
 def was_clipped(grad_norm: float, limit: float) -> bool:
     """Whether gradients of this norm were scaled down to ``gradient_clipping``; 0 there means never."""
     return limit > 0 and grad_norm > limit
+
+
+class Window:
+    """Loss and speed since the last line."""
+
+    def __init__(self) -> None:
+        self._losses: list[Any] = []
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def add(self, loss: Any, tokens: int) -> None:
+        self._losses.append(loss)
+        self._tokens += tokens
+
+    def close(self) -> tuple[float, float]:
+        """Mean loss over steps and ranks, and the island's tokens a second."""
+        import torch
+
+        mean = torch.stack(self._losses).mean().double()
+        torch.distributed.all_reduce(mean)
+        loss = float(mean) / torch.distributed.get_world_size()
+        now = time.perf_counter()
+        speed = self._tokens / max(now - self._since, 1e-9)
+        self._losses, self._tokens, self._since = [], 0, now
+        return loss, speed

@@ -118,4 +118,4 @@ def test_a_refused_order_says_why(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", load_config(TINY, islands=2, ranks=2), resume=False)
     with held(run.path / "launch.lock", "test"):
         code, text = agreed(run, "--steps", 30, "--at", 10, refused="decay_start: That has passed.")
-    assert code == 2 and "got decay_start: That has passed." in text
+    assert code == 2 and "the run refused the order: decay_start: That has passed." in text

@@ -6,15 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import ROOT, SIZE, TINY, nothing_starts, refused, run
+from run_folders import checkpoint
 from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
 from megatron_wsd.config import load_config
 from megatron_wsd.rundir import open_run
-from megatron_wsd.schedule import Plan
 
 __all__ = ["nothing_starts"]
 
@@ -26,13 +27,8 @@ def stopped(tmp_path: Path) -> Path:
     run = open_run(tmp_path / "run", config, resume=False)
     assert config.schedule is not None
     for island in range(2):
-        folder = run.island(island) / "checkpoints" / "step_00000043"
-        (folder / "outer").mkdir(parents=True)
-        outer = {"digests": ["a"], "counters": {"fragments": []}, "extra": {"position": 43}}
-        (folder / "outer" / "manifest.json").write_text(json.dumps(outer))
-        state = Plan((config.schedule,) * 2, (3e-3, 3e-3)).state_dict(43)
-        manifest = {"step": 43, "files": {}, "outer_step": 4, "config": config.digest(), "schedule": state}
-        (folder / "checkpoint.json").write_text(json.dumps({**manifest, "sampler": {}}))
+        more: dict[str, Any] = {"config": config.digest(), "sampler": {}}
+        checkpoint(run, island, 43, config.schedule, outer_step=4, **more)
     return run.path
 
 
