@@ -81,7 +81,7 @@ def install() -> list[str]:
 
 
 def _training_modules() -> tuple[ModuleType | None, ModuleType | None]:
-    """Megatron-LM's training, which megatron-core does not bring along."""
+    """Megatron-LM's training, which the wheels of megatron-core bring along from 0.19 on."""
     if importlib.util.find_spec("megatron.training") is None:
         return None, None
     modules = importlib.import_module(_TRAINING), importlib.import_module(_ARGUMENTS)
@@ -132,15 +132,27 @@ def _flagged(training: ModuleType) -> type[OptimizerParamScheduler]:
                 kwargs["lr_wsd_decay_style"] = flags.wsd_decay_shape
             super().__init__(optimizer, *args, **(kwargs | own))
 
-        def step(self, increment: int) -> None:
-            super().step(increment)
-            schedule = self.schedule if self.lr_decay_style == "WSD" and increment > 0 else None
-            if schedule is None or schedule.end is None or self.num_steps < schedule.end:
-                return
-            if schedule.decays[-1].decided_at is not None:
+        def _updated(self) -> None:
+            super()._updated()
+            if self._over():
                 # Megatron's loop compares with train_iters, saves, and leaves as at the end of any run
                 flags = training.get_args()
                 flags.train_iters = min(flags.train_iters, flags.curr_iteration + 1)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            if self._over():
+                # Megatron has not yet told the checkpoint's iteration: this one, but with a ramped batch
+                flags = training.get_args()
+                iteration = max(1, self.num_steps // flags.global_batch_size)
+                flags.train_iters = min(flags.train_iters, iteration)
+
+        def _over(self) -> bool:
+            """Whether a decay that was begun on command is over, and nothing comes after it."""
+            schedule = self.schedule if self.lr_decay_style == "WSD" else None
+            if schedule is None or schedule.end is None or self.num_steps < schedule.end:
+                return False
+            return schedule.decays[-1].decided_at is not None
 
     FlaggedScheduler.__name__ = FlaggedScheduler.__qualname__ = _CLASS
     return FlaggedScheduler

@@ -103,6 +103,7 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
         self.wsd_decay_power = wsd_decay_power
         self._batch = wsd_batch or Batch()
         self._decisions: Decisions = ((), ())
+        self._loading = False
         self._control = None if wsd_control_dir is None else ControlDir(wsd_control_dir)
         self._ranges = [{key: group.get(key) for key in _RANGE} for group in optimizer.param_groups]
         self.lr_decay_steps, self.wsd_decay_steps = lr_decay_steps, wsd_decay_steps
@@ -189,7 +190,12 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
         With a control folder every rank must call it alike, as Megatron's training does.
         """
         super().step(increment)
-        if self._control is not None and increment > 0:
+        if increment > 0 and not self._loading:
+            self._updated()
+
+    def _updated(self) -> None:
+        """Called after every update that is counted, but not where a loaded state sets the position."""
+        if self._control is not None:
             self._control.poll(self)
 
     # ---- decided while running ----
@@ -316,7 +322,8 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
                         logger, logging.WARNING, f" > the checkpoint does not say {name}, keeping {own}"
                     )
             self._decisions = read_decisions(state_dict.get("wsd_decisions"))
-            self.num_steps = 0  # upstream adds the saved position to this one
+            self.num_steps = 0  # upstream adds the saved position to this one, by step()
+            self._loading = True
             self._settle_ranges(groups)
             super().load_state_dict(state_dict)
             self._check_flags()
@@ -327,6 +334,7 @@ class OptimizerParamScheduler(upstream.OptimizerParamScheduler):
                 group.update(own_range)
             self.step(0)
             raise
+        self._loading = False
         self.step(0)  # upstream reads the weight decay after it has set the groups
 
     def _settle_ranges(self, groups: list[dict[str, Any]]) -> None:
