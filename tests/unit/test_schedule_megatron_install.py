@@ -1,4 +1,4 @@
-"""install(): into Megatron's training code, both the real one and one played by modules with the same names."""
+"""install(): into Megatron's training code, the real one and one played by modules with the same names."""
 
 from __future__ import annotations
 
