@@ -56,6 +56,7 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as Upstream
     from megatron.core.transformer import TransformerConfig
 
@@ -75,6 +76,7 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
             return func(*args, **kwargs)
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda: None  # type: ignore[assignment,return-value]
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(
@@ -145,12 +147,15 @@ def megatron_mode(folder: Path) -> dict[str, Any]:
         again = list(parts[0].module.parameters())
         result["same weights"] = all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
-        other = {"max_lr": 2 * LR, "min_lr": 3 * MIN_LR, "start_wd": 0.2, "end_wd": 0.4}
+        decays, ranges = {"start_wd": 0.2, "end_wd": 0.4}, {"max_lr": 2 * LR, "min_lr": 3 * MIN_LR}
+        # from 0.19 on Megatron's optimizer, asked first, does not find a group whose rates are others
+        other = decays if "max_lr" in param_group_identifier_keys else decays | ranges
+        result["range"] = other.get("max_lr", LR), other.get("min_lr", MIN_LR)
         result["use_checkpoint"] = rates(load(build(wsd_open_horizon=True, **other)), rest)
         override = equal | {"override_opt_param_scheduler": True}
         result["override"] = rates(load(build(**override, **other)), rest)
-        for changed in other:
-            parts = build(**equal, **{changed: other[changed]})
+        for changed, value in (decays | ranges).items():
+            parts = build(**equal, **{changed: value})
             try:
                 load(parts)
             except (AssertionError, ValueError):  # upstream's check, or ours for the range of a group
@@ -186,7 +191,7 @@ def test_megatrons_own_optimizer(tmp_path: Path) -> None:
     assert result["same weights"]
     for n, groups in enumerate(result["override"], start=24):
         for lr, weight_decay, max_lr, wd_mult in groups:
-            low = {2 * LR: 3 * MIN_LR, OWN_LR: OWN_MIN_LR}[max_lr]
+            low = dict([result["range"], (OWN_LR, OWN_MIN_LR)])[max_lr]
             share = 1 - min(1.0, (n - START) / LENGTH)
             assert lr == pytest.approx(low + share * (max_lr - low), rel=16 * 2.0**-53)
             assert weight_decay == pytest.approx(wd_mult * (0.2 + 0.2 * n / 40), rel=16 * 2.0**-53)
