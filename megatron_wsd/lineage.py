@@ -24,7 +24,7 @@ from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError, ConfigError
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.records import read_islands
-from megatron_wsd.rundir import RunDir, begin_branch
+from megatron_wsd.rundir import RunDir, begin_branch, difference
 from megatron_wsd.schedule import Schedule
 
 
@@ -240,7 +240,9 @@ def same_but_for_data(parent: RunDir, path: Path) -> Config:
     Raises:
         ConfigError: anything else differs.
     """
-    config, own = load_config(path, named="--config"), load_config(parent.config_json)
+    own = load_config(parent.config_json)
+    # the command line may have given the parent its numbers
+    config = load_config(path, islands=own.islands.count, ranks=own.islands.ranks, named="--config")
     for name, mine, theirs in (
         ("corpora", config.data.corpora, own.data.corpora),
         ("mixes", config.data.mixes, own.data.mixes),
@@ -255,11 +257,12 @@ def same_but_for_data(parent: RunDir, path: Path) -> Config:
             )
     data = config.data.model_copy(update={"corpora": own.data.corpora, "mixes": own.data.mixes})
     block = config.block.model_copy(update={"data": data})
-    if Config(block, config.deepspeed, config.schedule).digest() != own.digest():
+    bare = Config(block, config.deepspeed, config.schedule)
+    if bare.digest() != own.digest():
         raise ConfigError(
             "--config",
             "the parent's config with more corpora and mixes at most",
-            f"{path}, which differs more",
+            f"{path}, which differs more:{difference(parent, bare)}",
         )
     return config
 

@@ -224,14 +224,14 @@ def _check(run: RunDir, config: Config, *, resized: bool = False) -> dict[str, A
         raise ConfigError(
             "--config",
             f"the config of the run in {run.path}",
-            f"another one:{_difference(run, config)}",
+            f"another one:{difference(run, config)}",
             f"\nResume with {run.config_json}, or begin a new run in another --run-dir. Fields of the "
             "schedule can be changed one by one: --override schedule.FIELD=VALUE.",
         )
     return known
 
 
-def _difference(run: RunDir, config: Config) -> str:
+def difference(run: RunDir, config: Config) -> str:
     """The fields that matter and differ, a line each: saved against given."""
     rows = [
         f"\n  {key}: saved {saved}, given {given}" for key, (saved, given) in _differing(run, config).items()
@@ -339,7 +339,7 @@ def is_held(path: Path) -> bool:
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True

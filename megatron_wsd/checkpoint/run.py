@@ -21,6 +21,7 @@ from megatron_wsd.errors import CheckpointError
 from megatron_wsd.files import replace_file
 from megatron_wsd.lineage import pinned_steps
 from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from megatron_wsd.data.consumption import Ledger
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
     from megatron_wsd.diloco.loop import OuterLoop
 
 _ENGINE_TAG = "state"
+
+
+def newest_stable_step(store: CheckpointStore) -> set[int]:
+    """The step of the newest checkpoint of a stable phase, off which a branch can begin; empty if none is.
+
+    It is kept however many a decay writes after it.
+    """
+    for step in reversed(store.steps()):
+        state = (store.manifest(step) or {}).get("schedule")
+        if state:
+            plan, position = Plan.from_state(state)
+            if plan.schedule.phase(position) in ("warmup", "stable"):
+                return {step}
+    return set()
 
 
 class RunCheckpoints:
@@ -41,7 +56,9 @@ class RunCheckpoints:
 
     def __init__(self, root: Path, config: Config, inner: str | None = None) -> None:
         run, island = RunDir(root.parents[1]), int(root.parent.name.removeprefix("island_"))
-        self.store = CheckpointStore(root, config.checkpoint.keep, lambda: pinned_steps(run, island))
+        self.store = CheckpointStore(
+            root, config.checkpoint.keep, lambda: pinned_steps(run, island) | newest_stable_step(self.store)
+        )
         self._config, self._inner = config, inner
         self._era = len(run.eras()) - 1 if run.run_json.exists() else 0
 

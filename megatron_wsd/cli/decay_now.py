@@ -55,9 +55,14 @@ def decay_now(
     else:
         order = _decay(config, folder, steps, shape, min_lr_ratio, data_mix, at, then)
         state = _state(run)
+        if at is not None and at < (passed := RunStatus(run.path).look()["position"]):
+            raise ConfigError(
+                "--at", f"a step of the run from {passed} on", at, "Leave it out for as soon as all agree."
+            )
     folder.propose(order)
     if state == "running":
-        typer.echo("Proposed; the islands agree on it in their next outer round.")
+        answer = "" if wait else " `megatron-wsd status` tells what they said, or --wait here."
+        typer.echo(f"Proposed; the islands agree on it in their next outer round.{answer}")
         _await(folder, order, wait)
         return
     kept = (

@@ -78,6 +78,8 @@ def launch(
     written = json.loads(config.read_text()).get(BLOCK, {}).get("islands", {})
     asked = {"--islands": islands or written.get("count"), "--ranks": ranks or written.get("ranks")}
     essentials = _essentials(loaded, plans[0], [flag for flag, value in asked.items() if value is None])
+    if BLOCK not in json.loads(config.read_text()):
+        essentials += f'; {config.name} has no block "{BLOCK}": all its defaults are taken'
     if script is None:
         check_trainer(loaded)
     order = override_order(override, secrets.token_hex(8)) if override else None
@@ -97,6 +99,12 @@ def launch(
     if script is None:
         check_files(loaded)
         check_packages(loaded)
+    elif compiles_adam(loaded):
+        say(
+            "launch",
+            "on a CPU DeepSpeed compiles its Adam first, for minutes without a word; torch's needs no",
+        )
+        say("launch", 'compiler: "torch_adam": true in optimizer.params')
     stop = StopRequest()
     change = plan_change(run_dir, loaded) if resume and islands is not None and script is None else None
     run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)
@@ -116,6 +124,13 @@ def launch(
         if order is not None:
             ControlFolder(run.path).propose(order)
         raise typer.Exit(_run(loaded, run, plans, stop, essentials))
+
+
+def compiles_adam(config: Config) -> bool:
+    """Whether DeepSpeed makes an Adam of its own on a machine without a GPU."""
+    optimizer = config.deepspeed.get("optimizer", {})
+    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    return adam and not optimizer.get("params", {}).get("torch_adam") and not visible_cuda_devices()
 
 
 def _essentials(config: Config, plan: Island, silent: list[str]) -> str:

@@ -284,7 +284,10 @@ class OuterLoop(ABC):
 
         Raises:
             IslandError: too many void rounds in a row, or islands that cannot work together.
+            ConfigError: ``tokens`` is no whole number from 1 on.
         """
+        if tokens is not None and (isinstance(tokens, bool) or int(tokens) != tokens or tokens < 1):
+            raise ConfigError("tokens", "a whole number from 1 on, of the island's inner step", tokens)
         if self._half is None or not self._half.settled:
             self.meet()
         if int(self._engine.global_steps) == self._engine_step:

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_folders as folders
 import torch
 from outer_states import advance, config_of, state_of
 from safetensors.torch import load_file, save_file
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
+from megatron_wsd.checkpoint.run import newest_stable_step
 from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.errors import CheckpointError
+from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule import Schedule
+from megatron_wsd.schedule.plan import Plan
 
 FRAGMENTS = (("a.weight", "b.weight"), ("d.weight",))
 
@@ -239,3 +244,17 @@ def test_islands_stopped_some_steps_apart_go_on_where_they_stood(tmp_path: Path)
         put(stores[i], 20, 2)
         put(stores[i], step, 3)
     assert [resume_step(tmp_path, i, 2) for i in range(2)] == [33, 34]
+
+
+def test_the_newest_stable_checkpoint_outlives_the_decay(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    schedule = Schedule(5).with_decay(60, 40)
+    for step in (20, 40, 59, 60, 80, 100):
+        folders.checkpoint(run, 0, step, schedule)
+    store = CheckpointStore(run.island(0) / "checkpoints", 2)
+    assert newest_stable_step(store) == {59}
+    assert newest_stable_step(CheckpointStore(tmp_path / "none", 2)) == set()
+    kept = CheckpointStore(store.root, 2, lambda: newest_stable_step(store))
+    kept.begin(110, 1)
+    kept.complete(110, {"schedule": Plan((schedule,), (1.0,)).state_dict(110)})
+    assert kept.steps() == [59, 100, 110]

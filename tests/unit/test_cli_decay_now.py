@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -67,7 +68,10 @@ def test_an_island_of_another_machine_that_has_just_told_something_is_running(st
     assert ask(stopped.path, "--steps", 5) == (0, PROPOSED)
 
 
-PROPOSED = "Proposed; the islands agree on it in their next outer round.\n"
+PROPOSED = (
+    "Proposed; the islands agree on it in their next outer round. "
+    "`megatron-wsd status` tells what they said, or --wait here.\n"
+)
 
 
 def test_a_run_that_is_over_takes_no_order(tmp_path: Path) -> None:
@@ -119,3 +123,12 @@ def test_a_refused_order_says_why(tmp_path: Path) -> None:
     with held(run.path / "launch.lock", "test"):
         code, text = agreed(run, "--steps", 30, "--at", 10, refused="decay_start: That has passed.")
     assert code == 2 and "the run refused the order: decay_start: That has passed." in text
+
+
+def test_a_step_that_has_passed_is_refused_at_once(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run", load_config(TINY, islands=2, ranks=2), resume=False)
+    run.island(0).mkdir()
+    run.metrics(0).write_text(json.dumps(step(100, 2.0)) + "\n")
+    code, text = ask(run.path, "--steps", 30, "--at", 50)
+    assert code == 2 and "--at: expected a step of the run from 100 on, got 50" in text
+    assert ControlFolder(run.path).pending() is None

@@ -95,3 +95,13 @@ def test_the_last_lines_are_commands_that_work(tmp_path: Path, how: str, mode: s
     assert (run.path / "report.html").is_file()
     if how == "stop":
         invoke(*commands["launch"], "--dry-run")
+
+
+def test_a_config_without_the_block_says_that_defaults_are_taken(tmp_path: Path) -> None:
+    raw = json.loads((TINY.parents[1] / "examples" / "plain_torch.json").read_text())
+    del raw["megatron_wsd"]
+    (config := tmp_path / "mine.json").write_text(json.dumps(raw))
+    script = TINY.parents[1] / "examples" / "plain_torch.py"
+    flags = ("--config", config, "--run-dir", tmp_path / "run", "--dry-run", "--script", script)
+    first = invoke("launch", *flags, "--islands", 2, "--ranks", 1).splitlines()[0]
+    assert first == '# 2 islands x 1 rank; mine.json has no block "megatron_wsd": all its defaults are taken'

@@ -181,6 +181,11 @@ def test_a_branch_may_add_corpora_and_mixes_and_nothing_else(tmp_path: Path) -> 
     more.write_text(json.dumps(raw))
     flags = ("--name", "code", "--decay-steps", 5, "--data-mix", "code", "--config", more)
     assert cli("branch", run.path, *flags)[0] == 0
+    for count in ("count", "ranks"):  # the parent may have them from its command line
+        del raw["megatron_wsd"]["islands"][count]
+    more.write_text(json.dumps(raw))
+    code, text = cli("branch", run.path, *flags[:1], "same", *flags[2:])
+    assert code == 0, text
     raw["megatron_wsd"]["data"]["mixes"]["stable"] = {"high_quality": 1.0}
     more.write_text(json.dumps(raw))
     code, text = cli("branch", run.path, *flags[:1], "two", *flags[2:])
@@ -189,7 +194,7 @@ def test_a_branch_may_add_corpora_and_mixes_and_nothing_else(tmp_path: Path) -> 
     raw["megatron_wsd"]["data"]["mixes"]["stable"] = {"broad": 1.0}
     more.write_text(json.dumps(raw))
     code, text = cli("branch", run.path, *flags[:1], "two", *flags[2:])
-    assert code == 2 and "more corpora and mixes at most" in text
+    assert code == 2 and "more corpora and mixes at most" in text and "optimizer.params.lr: saved" in text
 
 
 def test_a_branch_replaces_a_planned_decay_and_no_running_one() -> None:
