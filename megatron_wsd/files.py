@@ -31,6 +31,22 @@ def replace_file(part: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: for an instant another could be first as well
+        if target.exists():
+            raise FileExistsError(target) from None
+        source.replace(target)
+
+
 def write_json_atomic(path: Path, value: Any, *, first: bool = False) -> bool:
     """Write ``value`` as json so that a reader, another writer or a crash never sees half of it.
 
@@ -50,7 +66,7 @@ def write_json_atomic(path: Path, value: Any, *, first: bool = False) -> bool:
             file.flush()
             os.fsync(file.fileno())
         if first:
-            os.link(temporary, path)
+            _link(temporary, path)
         else:
             temporary.replace(path)
         fsync_folder(path.parent)

@@ -41,12 +41,9 @@ class Start:
     sampler: dict[str, Any] | None = None
     parent: Parent | None = None
 
-    @property
-    def position(self) -> int:
-        """Where it stands in the schedule, in inner steps."""
-        if self.folder is None:
-            return 0
-        return int(json.loads((self.folder / "outer" / "manifest.json").read_text())["extra"]["position"])
+    def position(self, config: Config) -> int:
+        """Where the run goes on from it: what is committed, and in synchronous mode its own steps besides."""
+        return 0 if self.folder is None else Standing.read(self.folder, config).committed
 
     def plan(self, config: Config) -> Plan:
         """The schedule that it goes on with."""
@@ -58,6 +55,12 @@ class Start:
             return plan
         own = tuple(decay_of_branch(s, parent.position, parent.order) for s in plan.schedules)
         return replace(plan, schedules=own)
+
+
+def stands_at(starts: Sequence[Start], config: Config) -> int:
+    """The step of the run from which all islands go on; asynchronous ones take the newest of their states."""
+    positions = [start.position(config) for start in starts]
+    return min(positions) if config.sync.mode == "sync" else max(positions)
 
 
 def fit_override(order: Order, starts: Sequence[Start], config: Config) -> Order:
@@ -74,8 +77,8 @@ def fit_override(order: Order, starts: Sequence[Start], config: Config) -> Order
     Raises:
         ScheduleError: the islands would refuse it in their first round; naming the field as it was typed.
     """
-    ahead = max(starts, key=lambda start: start.position)
-    now, plan = ahead.position, ahead.plan(config)
+    ahead = max(starts, key=lambda start: start.position(config))
+    now, plan = ahead.position(config), ahead.plan(config)
     first = _first_round(config, now)
     begins = [decay.start for decay in plan.schedule.decays]
     with as_typed("override"):
@@ -114,7 +117,9 @@ def starting_point(run_dir: Path, island: int, config: Config) -> Start:
     else:
         eras, parent = [{"islands": config.islands.count, "config_digest": config.digest()}], None
     era, count = len(eras) - 1, int(eras[-1]["islands"])
-    step = resume_step(run_dir, island, count, era, lockstep=config.sync.mode == "sync")
+    step = resume_step(
+        run_dir, island, count, era, keep=config.checkpoint.keep, lockstep=config.sync.mode == "sync"
+    )
     if step is None:
         _refuse_torn(run, island, count)
     if step is None and era > 0:
@@ -199,7 +204,8 @@ def plan_change(run_dir: Path, config: Config) -> Change | None:
         eras = eras[:-1]
     count = int(eras[-1]["islands"])
     lockstep = config.sync.mode == "sync"
-    steps = [resume_step(run.path, i, count, len(eras) - 1, lockstep=lockstep) for i in range(count)]
+    keep, era = config.checkpoint.keep, len(eras) - 1
+    steps = [resume_step(run.path, i, count, era, keep=keep, lockstep=lockstep) for i in range(count)]
     sources = [_at(run, eras, parent, i, step) for i, step in enumerate(steps)]
     rounds = [0 if s is None else s.outer_step for s in sources]
     lead = max(rounds[:now])

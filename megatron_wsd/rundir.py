@@ -163,7 +163,6 @@ def open_island(path: str | Path, config: Config, *, island: int, resume: bool) 
         )
     _write(run, config, known)
     run.island(island).mkdir(exist_ok=True)
-    (run.island(island) / STOP).unlink(missing_ok=True)
     return run
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
@@ -26,9 +26,6 @@ from megatron_wsd.monitors import finish_monitors, monitors_of
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 from megatron_wsd.rundir import STOP
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +114,11 @@ class Trainer:
         self._stop_requested = True
 
     def _asked_to_stop(self) -> bool:
-        """By a signal, or by the file with which an island's launcher reaches the ranks of other machines."""
-        return self._stop_requested or (self.rank == 0 and (self.folder / STOP).exists())
+        """By a signal, or by the file with which an island's launcher reaches the ranks of other machines.
+
+        A shared disk that is away for a moment says that there is none (`Path.exists` would raise).
+        """
+        return self._stop_requested or (self.rank == 0 and os.path.exists(self.folder / STOP))
 
     # ---- set-up, in the order in which things can be wrong ----
 
@@ -191,6 +191,10 @@ class Trainer:
         folder, begins = start.folder, None
         if resume and folder is None:
             log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
+        store = self.checkpoints.store
+        own = store.steps()[-1:]
+        if self.rank == 0 and folder is not None and own and folder != store.folder(own[0]):
+            say(f"goes back from its step {own[0]} to {folder.name}, the newest that all islands have")
         if start.sampler is not None:
             self.feed.sampler.load_state_dict(start.sampler)
         if folder is not None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_wsd.diloco.state import OuterState
 
 FORMAT = 2
+_DAMAGED = (
+    "The file is damaged. Move its step_... folder out of checkpoints, and resume: the one before is taken."
+)
 MANIFEST = "manifest.json"
 
 
@@ -169,9 +172,7 @@ def load_outer(
         state.forget_digest()
         state.take_counters(manifest["counters"])
         digest = f"{state.digest() & ((1 << 64) - 1):016x}"
-        _same(
-            path, "digest", manifest["digests"][group.rank], digest, "The file is damaged; use an older one."
-        )
+        _same(path, "digest", manifest["digests"][group.rank], digest, _DAMAGED)
 
     agreed(group, folder, read)
     return dict(manifest["extra"])
@@ -187,9 +188,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(str(folder), f"a {MANIFEST}", "none: it was not written to its end") from None
     except json.JSONDecodeError as e:
-        raise CheckpointError(
-            str(folder / MANIFEST), "valid json", str(e), "Use an older checkpoint."
-        ) from None
+        raise CheckpointError(str(folder / MANIFEST), "valid json", str(e), _DAMAGED) from None
     _same(folder, "format", manifest.get("format"), FORMAT, "Use the version that wrote it.")
     return dict(manifest)
 

@@ -131,14 +131,16 @@ def _tell_torn(folder: Path) -> None:
 
 
 def resume_step(
-    run_dir: Path, island: int, islands: int, era: int = 0, *, lockstep: bool = True
+    run_dir: Path, island: int, islands: int, era: int = 0, *, keep: int = 3, lockstep: bool = True
 ) -> int | None:
     """The step that an island resumes from; None if it has no complete checkpoint of this era.
 
     Its own newest, if the newest of all islands come after the same round: islands that were stopped
     between two rounds may be some steps apart, and each goes on where it stood. Else the newest step that
-    all islands have; else its own newest, and whoever is behind is healed. Folders of other islands that
-    are not on this file system do not count. An era ends when the number of islands changes.
+    all islands have among their newest ``keep``; else its own newest, and whoever is behind is healed: one
+    that is there for a branch alone, or since a decay began, may lie thousands of steps back. Folders of
+    other islands that are not on this file system do not count. An era ends when the number of islands
+    changes.
 
     Not ``lockstep``, in asynchronous mode: its own newest; whoever has fewer rounds is healed by the others.
     """
@@ -148,13 +150,13 @@ def resume_step(
         return None
     if not lockstep:
         return steps[-1]
-    common, rounds = set(steps), {_round_of(own, steps[-1])}
+    common, rounds = set(steps[-keep:]), {_round_of(own, steps[-1])}
     for other in range(islands):
         root = run_dir / f"island_{other}" / "checkpoints"
         if other != island and root.is_dir():
             store = CheckpointStore(root, 2)
             theirs = store.steps(era)
-            common &= set(theirs)
+            common &= set(theirs[-keep:])
             rounds.add(_round_of(store, theirs[-1]) if theirs else None)
     if len(rounds) == 1 or not common:
         return steps[-1]

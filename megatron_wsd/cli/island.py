@@ -20,11 +20,11 @@ from megatron_wsd.cli.command import Island, deepspeed_env_lines
 from megatron_wsd.cli.dry_run import preamble
 from megatron_wsd.cli.logs import HEADER, console_text, failure
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
-from megatron_wsd.config import load_config
+from megatron_wsd.config import Config, load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.preflight import check_files, check_packages, check_trainer
-from megatron_wsd.resume import starting_point
+from megatron_wsd.resume import stands_at, starting_point
 from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -79,18 +79,36 @@ def island(
         check_files(loaded)
         check_packages(loaded)
     address_for(lighthouse, interface)
+    inside = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if inside.isalnum() and inside not in psutil.net_if_addrs():  # else it may be a pattern
+        say(f"island {island}", f"warning: NCCL_SOCKET_IFNAME is {inside}, which this machine has not")
     command = plan.command(port)
     # One that goes on may have lost the link to it, and is started again until the link is back.
-    _await_lighthouse(lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S)
+    _await_lighthouse(
+        f"island {island}", lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S
+    )
     run = open_island(run_dir, loaded, island=island, resume=resume)
     if resume and script is None:  # what cannot be resumed is told before any rank starts
-        done = starting_point(run.path, island, loaded).position
-        if steps is not None and done >= steps:
-            told = f"nothing to do: it stands at step {done}, and --steps asks for {steps} in all"
+        done = starting_point(run.path, island, loaded).position(loaded)
+        if steps is not None and done >= steps and _all_at(steps, run, loaded):
+            told = f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all"
             say(f"island {island}", told)
             return
     with held(run.island(island) / "lock", f"island {island}"):
+        (run.island(island) / STOP).unlink(missing_ok=True)  # of an earlier process
         raise typer.Exit(_supervise(plan, run, command))
+
+
+def _all_at(steps: int, run: RunDir, config: Config) -> bool:
+    """Whether no island has still to come there, as far as their folders are here.
+
+    One that lies behind needs the others in its first meeting.
+    """
+    try:
+        starts = [starting_point(run.path, i, config) for i in range(config.islands.count or 1)]
+    except MegatronWSDError:
+        return False  # of an island on another cluster
+    return stands_at(starts, config) >= steps
 
 
 def dry_lines(plan: Island, master_port: int) -> list[str]:
@@ -105,8 +123,9 @@ def dry_lines(plan: Island, master_port: int) -> list[str]:
     ]
 
 
-def _await_lighthouse(address: str, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+def _await_lighthouse(who: str, address: str, patience_s: float) -> None:
+    began = time.monotonic()
+    deadline, told = began + patience_s, False
     while True:
         try:
             socket.create_connection(lighthouse_host_port(address), timeout=_LIGHTHOUSE_WAIT_S).close()
@@ -119,6 +138,9 @@ def _await_lighthouse(address: str, patience_s: float) -> None:
                     str(e),
                     "Start it first (`megatron-wsd launch --dry-run` prints how), or mend the address.",
                 ) from None
+        if not told and time.monotonic() - began > 2.0:
+            say(who, f"waits up to {patience_s:.0f} s for the lighthouse, which does not answer at {address}")
+            told = True
         time.sleep(0.2)
 
 
@@ -147,7 +169,10 @@ def _supervise(plan: Island, run: RunDir, command: list[str]) -> int:
         try:
             reader.start()
             store = _serve_store(host, listener)
-            _wait(child, stop, None if plan.hostfile is None else run.island(plan.island) / STOP)
+            # a script of the user's own knows no stop file
+            several = plan.hostfile is not None
+            stop_file = run.island(plan.island) / STOP if several and plan.script is None else None
+            _wait(child, stop, stop_file, remote=several)
         finally:
             child.kill()  # sweeps up what the launcher may have left
             reader.join(timeout=5.0)
@@ -174,13 +199,14 @@ def _serve_store(host: str, listener: socket.socket) -> object:
     )
 
 
-def _wait(child: Guarded, stop: StopRequest, stop_file: Path | None) -> None:
+def _wait(child: Guarded, stop: StopRequest, stop_file: Path | None, *, remote: bool) -> None:
     """Wait for the launcher to end, passing on requests to stop.
 
     Args:
         child: deepspeed's runner.
         stop: what was requested.
-        stop_file: how to ask ranks of which some are on other machines; None: all are here.
+        stop_file: how to ask the trainer's ranks where some are on other machines.
+        remote: some are.
     """
     seen = 0
     while child.poll() is None:
@@ -190,6 +216,8 @@ def _wait(child: Guarded, stop: StopRequest, stop_file: Path | None) -> None:
             seen = stop.count
             if seen == 1 and stop_file is not None:
                 stop_file.touch()
+            elif seen == 1 and remote:
+                child.terminate()
             elif seen > 1 or not _ask_ranks(child.pid):  # the user insists, or no rank is there yet
                 child.kill()
         time.sleep(0.1)

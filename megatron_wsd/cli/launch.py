@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -23,11 +22,12 @@ from megatron_wsd.cli.logs import excerpt, failed, failure, starts
 from megatron_wsd.cli.machine import island_devices, visible_cuda_devices
 from megatron_wsd.cli.process import Guarded, StopRequest, describe_exit, exit_status, free_port, say
 from megatron_wsd.config import BLOCK, Config, load_config
+from megatron_wsd.config.read import read_json
 from megatron_wsd.control import ControlFolder, override_order
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError
 from megatron_wsd.preflight import check_files, check_packages, check_trainer
-from megatron_wsd.resume import fit_override, plan_change, starting_point
+from megatron_wsd.resume import fit_override, plan_change, stands_at, starting_point
 from megatron_wsd.rundir import RunDir, held, holder, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
@@ -75,10 +75,11 @@ def launch(
         )
         for i in range(count)
     ]
-    written = json.loads(config.read_text()).get(BLOCK, {}).get("islands", {})
+    given = read_json(config, "--config")
+    written = given.get(BLOCK, {}).get("islands", {})
     asked = {"--islands": islands or written.get("count"), "--ranks": ranks or written.get("ranks")}
     essentials = _essentials(loaded, plans[0], [flag for flag, value in asked.items() if value is None])
-    if BLOCK not in json.loads(config.read_text()):
+    if BLOCK not in given:
         essentials += f'; {config.name} has no block "{BLOCK}": all its defaults are taken'
     if script is None:
         check_trainer(loaded)
@@ -112,7 +113,7 @@ def launch(
         say("launch", change.told(loaded))
     if resume and script is None:  # what cannot be resumed is told before any rank starts
         starts = [starting_point(run.path, plan.island, loaded) for plan in plans]
-        if steps is not None and (done := min(start.position for start in starts)) >= steps:
+        if steps is not None and (done := stands_at(starts, loaded)) >= steps:
             dropped = "; nothing is overridden" if order is not None else ""
             told = (
                 f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all{dropped}"

@@ -54,13 +54,21 @@ def _one_of(*words: str) -> Kind:
     return Kind("one of " + ", ".join(f'"{w}"' for w in words), lambda value: value in words)
 
 
+def _any_case(kind: Kind) -> Kind:
+    """DeepSpeed writes some texts in small letters before it looks at them."""
+    return Kind(kind.words, lambda value: kind.fits(value.lower() if isinstance(value, str) else value))
+
+
 BOOL = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("a json object", lambda value: isinstance(value, dict))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 ANY = Kind("anything", lambda value: True)
 COUNT, SIZE = _whole(0), _whole(1)
-_DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half")
+_DTYPES = (
+    *("fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half"),
+    *("torch.float32", "torch.float16", "torch.bfloat16"),
+)
 _DTYPE = Kind('"fp32", "fp16" or "bf16"', lambda value: value in _DTYPES).or_null()
 _WIRE_DTYPE = _one_of("fp32", "fp16", "bf16").or_null()
 
@@ -190,7 +198,7 @@ TOP: Table = {
     "autotuning": OBJECT,
     "checkpoint": OBJECT,
     "comms_logger": OBJECT,
-    "communication_data_type": _WIRE_DTYPE,
+    "communication_data_type": _any_case(_WIRE_DTYPE),
     "compile": OBJECT,
     "data_efficiency": OBJECT,
     "dataloader_drop_last": BOOL,
@@ -199,7 +207,7 @@ TOP: Table = {
     "disable_python_gc": BOOL,
     "dump_state": BOOL,
     "flops_profiler": OBJECT,
-    "gradient_allreduce_op": _one_of("mean"),
+    "gradient_allreduce_op": _any_case(_one_of("mean")),
     "gradient_predivide_factor": _number(0),
     "hybrid_engine": OBJECT,
     "log_level": TEXT,
@@ -210,6 +218,7 @@ TOP: Table = {
     "timers": OBJECT,
     "torch_autocast": OBJECT,
     "use_data_before_expert_parallelism": BOOL,
+    "vocabulary_size": SIZE,
     "wall_clock_breakdown": BOOL,
     "weight_quantization": OBJECT,
     "zero_allow_untested_optimizer": BOOL,

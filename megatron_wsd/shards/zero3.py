@@ -142,7 +142,8 @@ class Zero3Shards:
             numel, working = self.shards[i].numel, self._working(i)
             master = self._master(self._params[i])[:numel]
             master.copy_(value, non_blocking=True)
-            working.ds_tensor.data.view(-1)[:numel].copy_(master)
+            # not from the master: a copy into pinned memory may be under way still
+            working.ds_tensor.data.view(-1)[:numel].copy_(value, non_blocking=True)
         _finish_copies()  # the caller may overwrite its values
         # Gathered copies predate the write. ZeRO-3 keeps small parameters gathered at all times, and others
         # after a forward pass that had no backward, such as a validation: drop them all, and gather anew

@@ -238,6 +238,16 @@ def test_resume_takes_the_newest_that_all_islands_have(tmp_path: Path) -> None:
     assert resume_step(tmp_path, 0, 2) == 30, "nothing in common: its own newest, then one is healed"
 
 
+def test_resume_does_not_go_back_to_a_step_that_is_only_pinned(tmp_path: Path) -> None:
+    """Both still have step 360, for a branch; one was killed at 2850, and the other went on alone."""
+    stores = [CheckpointStore(tmp_path / f"island_{i}" / "checkpoints", keep=9) for i in range(2)]
+    for store, steps in zip(stores, ((360, 3200, 3240, 3244), (360, 2760, 2800, 2840)), strict=True):
+        for step in steps:
+            put(store, step, step // 10)
+    assert [resume_step(tmp_path, i, 2, keep=3) for i in range(2)] == [3244, 2840], "one is healed"
+    assert [resume_step(tmp_path, i, 2, keep=4) for i in range(2)] == [360, 360]
+
+
 def test_islands_stopped_some_steps_apart_go_on_where_they_stood(tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path / f"island_{i}" / "checkpoints", keep=9) for i in range(2)]
     for i, step in enumerate((33, 34)):

@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
 from megatron_wsd.config import load_config
+from megatron_wsd.control import Order
+from megatron_wsd.errors import ScheduleError
+from megatron_wsd.resume import fit_override, stands_at, starting_point
 from megatron_wsd.rundir import open_run
 
 __all__ = ["nothing_starts"]
@@ -79,7 +82,9 @@ def test_steps_that_are_done_already(steps: int, stopped: Path) -> None:
     flags = ["island", "--island", "0", *SIZE, "--lighthouse", "http://127.0.0.1:9", "--resume"]
     flags += ["--config", str(stopped / "config.json"), "--run-dir", str(stopped), "--steps", str(steps)]
     done = CliRunner().invoke(app, flags)
-    assert done.exit_code == 0 and done.output.startswith("[island 0] nothing to do: it stands at step 43")
+    assert done.exit_code == 0 and done.output.startswith(
+        "[island 0] nothing to do: the run stands at step 43"
+    )
 
 
 def test_a_torn_checkpoint_is_told_once(stopped: Path) -> None:
@@ -92,3 +97,22 @@ def test_a_torn_checkpoint_is_told_once(stopped: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == f"ignoring {torn}: it is torn\n"
+
+
+def test_an_asynchronous_run_goes_on_at_what_is_committed(tmp_path: Path) -> None:
+    raw = json.loads(TINY.read_text())
+    raw["megatron_wsd"]["sync"].update(mode="async")
+    (given := tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_config(given, islands=2, ranks=2)
+    made = open_run(tmp_path / "run", config, resume=False)
+    assert config.schedule is not None
+    more: dict[str, Any] = {"config": config.digest(), "sampler": {}}
+    for island, (position, committed, outer_step) in enumerate(((60, 40, 6), (50, 45, 7))):
+        told = {"position": position, "committed": committed, "outer_step": outer_step}
+        checkpoint(made, island, 10 * (island + 1), config.schedule, **told, **more)
+    starts = [starting_point(made.path, i, config) for i in range(2)]
+    assert stands_at(starts, config) == 45
+    order = Order(kind="override", fields={"decay_start": 50}, nonce="x")
+    assert fit_override(order, starts, config).fields == {"decay_start": 50}
+    with pytest.raises(ScheduleError, match="at least 45"):
+        fit_override(order.model_copy(update={"fields": {"decay_start": 44}}), starts, config)

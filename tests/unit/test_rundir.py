@@ -15,7 +15,7 @@ import pytest
 
 from megatron_wsd.config import Config, parse_config
 from megatron_wsd.errors import ConfigError, IslandError
-from megatron_wsd.rundir import held, is_held, open_island, open_run, write_json_atomic
+from megatron_wsd.rundir import STOP, held, is_held, open_island, open_run, write_json_atomic
 
 
 def config(batch: int = 1, **islands: Any) -> Config:
@@ -190,3 +190,22 @@ def test_a_lock_is_held_by_one_process_and_falls_free_with_it(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", program, str(lock)], cwd=root, check=False)
     with held(lock, "island 1"):
         assert is_held(lock)
+
+
+def test_a_file_system_without_hard_links_can_hold_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run = open_run(tmp_path / "r", config(), resume=False)
+    assert not write_json_atomic(run.run_json, {}, first=True) and run.id is not None
+    assert not list(run.path.glob(".*.tmp"))
+
+
+def test_a_refused_island_leaves_a_stop_of_the_running_one(tmp_path: Path) -> None:
+    run = open_island(tmp_path, config(), island=0, resume=False)
+    (run.island(0) / STOP).touch()
+    open_island(tmp_path, config(), island=0, resume=True)
+    assert (run.island(0) / STOP).exists()
