@@ -6,6 +6,7 @@ Which one an island begins from is decided in `megatron_wsd.resume`.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ import torch
 from megatron_wsd import __version__
 from megatron_wsd.checkpoint.outer import MANIFEST as OUTER_MANIFEST
 from megatron_wsd.checkpoint.outer import agreed
+from megatron_wsd.checkpoint.standing import Standing
 from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
 from megatron_wsd.config import Config
-from megatron_wsd.errors import CheckpointError
+from megatron_wsd.errors import CheckpointError, MegatronWSDError
 from megatron_wsd.files import replace_file
 from megatron_wsd.lineage import pinned_steps
 from megatron_wsd.rundir import RunDir
-from megatron_wsd.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from megatron_wsd.data.consumption import Ledger
@@ -31,18 +32,22 @@ if TYPE_CHECKING:
 _ENGINE_TAG = "state"
 
 
-def newest_stable_step(store: CheckpointStore) -> set[int]:
-    """The step of the newest checkpoint of a stable phase, off which a branch can begin; empty if none is.
+def stable_steps(run: RunDir, island: int, config: Config) -> set[int]:
+    """Steps of the checkpoints that a branch could begin from once a decay has begun.
 
-    It is kept however many a decay writes after it.
+    The newest of the stable phase, as `branch` judges it, and the newest such that all islands have whose
+    folders are here. They are kept however many a decay writes after them.
     """
-    for step in reversed(store.steps()):
-        state = (store.manifest(step) or {}).get("schedule")
-        if state:
-            plan, position = Plan.from_state(state)
-            if plan.schedule.phase(position) in ("warmup", "stable"):
-                return {step}
-    return set()
+    store = CheckpointStore(run.island(island) / "checkpoints", 2)
+    mine = []
+    for step in store.steps():
+        with suppress(MegatronWSDError):  # one that cannot be read is none
+            standing = Standing.read(store.folder(step), config)
+            if standing.plan.schedule.phase(standing.position) in ("warmup", "stable"):
+                mine.append(step)
+    roots = [root for root in run.path.glob("island_*/checkpoints") if root != store.root]
+    common = set(mine).intersection(*(CheckpointStore(root, 2).steps() for root in roots))
+    return {*mine[-1:], *[step for step in mine if step in common][-1:]}
 
 
 class RunCheckpoints:
@@ -57,7 +62,9 @@ class RunCheckpoints:
     def __init__(self, root: Path, config: Config, inner: str | None = None) -> None:
         run, island = RunDir(root.parents[1]), int(root.parent.name.removeprefix("island_"))
         self.store = CheckpointStore(
-            root, config.checkpoint.keep, lambda: pinned_steps(run, island) | newest_stable_step(self.store)
+            root,
+            config.checkpoint.keep,
+            lambda: pinned_steps(run, island) | stable_steps(run, island, config),
         )
         self._config, self._inner = config, inner
         self._era = len(run.eras()) - 1 if run.run_json.exists() else 0

@@ -13,14 +13,14 @@ from outer_states import advance, config_of, state_of
 from safetensors.torch import load_file, save_file
 
 from megatron_wsd.checkpoint.outer import load_outer, save_outer
-from megatron_wsd.checkpoint.run import newest_stable_step
+from megatron_wsd.checkpoint.run import stable_steps
 from megatron_wsd.checkpoint.store import CheckpointStore, resume_step
 from megatron_wsd.config import Config
+from megatron_wsd.control import Order
 from megatron_wsd.diloco.state import OuterState
 from megatron_wsd.errors import CheckpointError
 from megatron_wsd.rundir import RunDir
 from megatron_wsd.schedule import Schedule
-from megatron_wsd.schedule.plan import Plan
 
 FRAGMENTS = (("a.weight", "b.weight"), ("d.weight",))
 
@@ -256,15 +256,27 @@ def test_islands_stopped_some_steps_apart_go_on_where_they_stood(tmp_path: Path)
     assert [resume_step(tmp_path, i, 2) for i in range(2)] == [33, 34]
 
 
+def wsd_config() -> Config:
+    return config_of({"type": "WSD", "params": {"warmup_steps": 5, "max_lr": 1e-3}})
+
+
 def test_the_newest_stable_checkpoint_outlives_the_decay(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    schedule = Schedule(5).with_decay(60, 40)
+    run, schedule, config = RunDir(tmp_path), Schedule(5).with_decay(60, 40), wsd_config()
     for step in (20, 40, 59, 60, 80, 100):
         folders.checkpoint(run, 0, step, schedule)
-    store = CheckpointStore(run.island(0) / "checkpoints", 2)
-    assert newest_stable_step(store) == {59}
-    assert newest_stable_step(CheckpointStore(tmp_path / "none", 2)) == set()
-    kept = CheckpointStore(store.root, 2, lambda: newest_stable_step(store))
+    assert stable_steps(run, 0, config) == {59} and stable_steps(run, 1, config) == set()
+    for step in (40, 80):  # it was away at 59
+        folders.checkpoint(run, 1, step, schedule)
+    assert stable_steps(run, 0, config) == {40, 59} and stable_steps(run, 1, config) == {40}
+    kept = CheckpointStore(run.island(0) / "checkpoints", 2, lambda: stable_steps(run, 0, config))
     kept.begin(110, 1)
-    kept.complete(110, {"schedule": Plan((schedule,), (1.0,)).state_dict(110)})
-    assert kept.steps() == [59, 100, 110]
+    kept.complete(110, {})
+    assert kept.steps() == [40, 59, 100, 110]
+
+
+def test_a_checkpoint_saved_before_a_committed_decay_was_obeyed_is_no_stable_one(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path), wsd_config()
+    decay = {**Order(length=30, nonce="x").model_dump(mode="json"), "number": 1, "step": 58}
+    folders.checkpoint(run, 0, 28, Schedule(5), position=55)
+    folders.checkpoint(run, 0, 30, Schedule(5), position=60, orders=([decay], 0))
+    assert stable_steps(run, 0, config) == {28}
