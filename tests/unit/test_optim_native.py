@@ -383,8 +383,10 @@ def test_the_lock_is_released_while_a_kernel_runs() -> None:
         # No forced switches: the other thread runs only where this one lets go of the lock.
         sys.setswitchinterval(60.0)
         before = ticks[0]
-        native.digest(x)
-        during = ticks[0] - before
+        for _ in range(20):  # on a busy machine the other thread may sleep through some
+            native.digest(x)
+            if (during := ticks[0] - before) > 2:
+                break
     finally:
         sys.setswitchinterval(interval)
         stop.set()

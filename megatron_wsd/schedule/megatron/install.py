@@ -142,7 +142,7 @@ def _flagged(training: ModuleType) -> type[OptimizerParamScheduler]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             super().load_state_dict(state_dict)
             if self._over():
-                # Megatron tells the checkpoint's iteration only after this; with a batch that grows, about
+                # Megatron does not tell the checkpoint's iteration yet; unless the batch grew it is this
                 flags = training.get_args()
                 iteration = max(1, self.num_steps // flags.global_batch_size)
                 flags.train_iters = min(flags.train_iters, iteration)
