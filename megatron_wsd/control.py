@@ -97,7 +97,7 @@ def told(entry: Mapping[str, Any]) -> str:
         entry: the fields of an `Order`, with ``step`` and, if it was refused, ``refused``.
     """
     if entry["kind"] == "cancel":
-        what = "the decay that had not begun is withdrawn"
+        what = "withdrawal of a decay" if "refused" in entry else "the decay that had not begun is withdrawn"
     elif entry["kind"] == "override":
         what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
     else:

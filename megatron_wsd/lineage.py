@@ -209,17 +209,18 @@ def newest_stable(run: RunDir, config: Config) -> int | None:
             point = branch_point(run, at, config)
         except CheckpointError:
             continue
-        if _before_decay(point.leader.plan.schedule, point.saved_at):
+        if before_decay(point.leader.plan.schedule, point.saved_at):
             return at
     return None
 
 
-def _before_decay(schedule: Schedule, step: int) -> bool:
+def before_decay(schedule: Schedule, step: int) -> bool:
+    """Whether a checkpoint that was saved at this step of the run is one to branch off."""
     return schedule.phase(step) in ("stable", "warmup")
 
 
 def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, force: bool) -> None:
-    if _before_decay(schedule, step) or force:
+    if before_decay(schedule, step) or force:
         return
     begun = max((d.start for d in schedule.decays if d.start <= step), default=step)
     raise CheckpointError(

@@ -218,7 +218,7 @@ def plan_change(run_dir: Path, config: Config) -> Change | None:
         )
     leaders = {i: s for i, s in enumerate(sources[:now]) if s is not None and s.outer_step == lead}
     outer = [s.outer() for s in leaders.values()]
-    position = max(int(o["extra"]["position"]) for o in outer)
+    position = max(Standing.read(s.folder, config).committed for s in leaders.values())
     if eras[-1] == {**eras[-1], "islands": now, "config_digest": digest}:
         return Change(was, now, position, eras)
     taken = [_committed(outer[0]["counters"], i) for i in range(max(count, now))]

@@ -138,7 +138,7 @@ def load_outer(
     Raises:
         CheckpointError: torn, damaged, or of another model, outer optimizer or number of ranks.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     manifest: dict[str, Any] = {}
 
@@ -174,7 +174,14 @@ def load_outer(
         digest = f"{state.digest() & ((1 << 64) - 1):016x}"
         _same(path, "digest", manifest["digests"][group.rank], digest, _DAMAGED)
 
-    agreed(group, folder, read)
+    def read_whole() -> None:
+        try:
+            read()
+        except SafetensorError as e:
+            path = folder / _rank_file(group.rank)
+            raise CheckpointError(str(path), "a whole safetensors file", str(e), _DAMAGED) from None
+
+    agreed(group, folder, read_whole)
     return dict(manifest["extra"])
 
 

@@ -21,7 +21,7 @@ from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
 from megatron_wsd.config import Config
 from megatron_wsd.errors import CheckpointError, MegatronWSDError
 from megatron_wsd.files import replace_file
-from megatron_wsd.lineage import pinned_steps
+from megatron_wsd.lineage import before_decay, pinned_steps
 from megatron_wsd.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def stable_steps(run: RunDir, island: int, config: Config) -> set[int]:
     for step in store.steps():
         with suppress(MegatronWSDError):  # one that cannot be read is none
             standing = Standing.read(store.folder(step), config)
-            if standing.plan.schedule.phase(standing.position) in ("warmup", "stable"):
+            if before_decay(standing.plan.schedule, standing.position):
                 mine.append(step)
     roots = [root for root in run.path.glob("island_*/checkpoints") if root != store.root]
     common = set(mine).intersection(*(CheckpointStore(root, 2).steps() for root in roots))

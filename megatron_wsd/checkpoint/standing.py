@@ -63,14 +63,14 @@ class Standing:
             tokens = [f["tokens"] for f in counters["fragments"]]
             spans = {int(whole): steps for whole, steps in counters["spans"].items()}
             taken = [f["taken"] for f in counters["fragments"]]
-            digests = list(outer["digests"])
+            digests, step, state = list(outer["digests"]), own["step"], own["schedule"]
         except (OSError, ValueError, KeyError) as e:
             raise CheckpointError(str(folder), "a checkpoint with its manifests", repr(e)) from None
-        plan, position = Plan.from_state(own["schedule"])
+        plan, position = Plan.from_state(state)
         # An island obeys at an adoption, which may come after the round and after the checkpoint.
         plan = decided(plan, counters["orders"][done:], batch_of(config))
         return cls(
-            step=own["step"],
+            step=step,
             position=position,
             committed=position if config.sync.mode == "sync" else progress(spans),
             outer_step=counters["outer_step"],

@@ -50,15 +50,16 @@ def decay_now(
         if folder.withdraw():
             typer.echo("Withdrawn; no island had taken it yet.")
             return
-        state = _state(run)
+        look = RunStatus(run.path).look()
+        state = _state(run, look)
         order = Order(kind="cancel", nonce=secrets.token_hex(8))
     else:
         order = _decay(config, folder, steps, shape, min_lr_ratio, data_mix, at, then)
-        state = _state(run)
-        if at is not None and at < (passed := RunStatus(run.path).look()["position"]):
-            raise ConfigError(
-                "--at", f"a step of the run from {passed} on", at, "Leave it out for as soon as all agree."
-            )
+        look = RunStatus(run.path).look()
+        state = _state(run, look)
+        if at is not None and at < look["position"]:
+            expected = f"a step of the run from {look['position']} on"
+            raise ConfigError("--at", expected, at, "Leave it out for as soon as all agree.")
     folder.propose(order)
     if state == "running":
         answer = "" if wait else " `megatron-wsd status` tells what they said, or --wait here."
@@ -73,13 +74,12 @@ def decay_now(
     typer.echo(f"No island of this run is running (status: {state}). {kept}")
 
 
-def _state(run: RunDir) -> str:
+def _state(run: RunDir, look: dict[str, Any]) -> str:
     """``running``, or how the run stands of which no island takes orders, as `status` calls it.
 
     Raises:
         ConfigError: it is over.
     """
-    look = RunStatus(run.path).look()
     if holder(run.path / "launch.lock") or any(island["process"] for island in look["islands"]):
         return "running"  # or about to, and has told nothing yet
     if look["state"] == "finished":

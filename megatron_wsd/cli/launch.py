@@ -101,11 +101,8 @@ def launch(
         check_files(loaded)
         check_packages(loaded)
     elif compiles_adam(loaded):
-        say(
-            "launch",
-            "on a CPU DeepSpeed compiles its Adam first, for minutes without a word; torch's needs no",
-        )
-        say("launch", 'compiler: "torch_adam": true in optimizer.params')
+        say("launch", "on a CPU DeepSpeed compiles its Adam first, for minutes and without a word;")
+        say("launch", '"torch_adam": true in optimizer.params takes torch\'s, which needs no compiler')
     stop = StopRequest()
     change = plan_change(run_dir, loaded) if resume and islands is not None and script is None else None
     run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)

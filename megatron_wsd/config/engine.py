@@ -175,7 +175,8 @@ def refuse_with_islands(deepspeed: dict[str, Any]) -> None:
         "cpu_offload_use_pin_memory": "Write pin_memory inside offload_optimizer and offload_param.",
     }
     for key, remedy in gone.items():
-        if key in zero:
+        # the deprecated ones may be there to say no
+        if key in zero and (zero[key] or not key.startswith("cpu_offload")):
             raise ConfigError(f"zero_optimization.{key}", "no such key", "it there", remedy)
     for part in ("offload_param", "offload_optimizer"):
         device = (zero.get(part) or {}).get("device", "none")

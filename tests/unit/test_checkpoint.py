@@ -173,6 +173,16 @@ def test_damage_is_noticed(tmp_path: Path, damaged: str) -> None:
         load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0))
 
 
+def test_a_file_that_cannot_be_read_says_the_way_out(tmp_path: Path) -> None:
+    saved(tmp_path / "outer")
+    file = tmp_path / "outer" / "outer_rank00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:12] = b"????"  # of the header
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank00000.*Move its step_\.\.\. folder out of checkpoints"):
+        load(tmp_path / "outer", state_of(*FRAGMENTS, steps=0))
+
+
 def test_without_its_manifest_it_is_torn(tmp_path: Path) -> None:
     saved(tmp_path / "outer")
     (tmp_path / "outer" / "manifest.json").unlink()

@@ -138,3 +138,19 @@ def test_the_version_of_the_tables_is_the_installed_one() -> None:
 def test_notes_may_stand_at_the_top_level() -> None:
     raw = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "_note": {"who": "me"}, "__x": 1}
     assert parse_config(raw).deepspeed["_note"] == {"who": "me"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"zero_optimization": {"stage": 3, "cpu_offload": False}},
+        {"communication_data_type": "FP32"},
+        {"gradient_allreduce_op": "Mean"},
+        {"data_types": {"grad_accum_dtype": "torch.float32"}},
+        {"vocabulary_size": 50304},
+    ],
+    ids=str,
+)
+def test_what_deepspeed_takes_in_other_words_is_taken(more: dict[str, Any]) -> None:
+    raw = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "megatron_wsd": {}}
+    parse_config(raw | more, islands=1, ranks=1)

@@ -169,6 +169,7 @@ def test_asynchronous_islands_go_on_where_they_committed(tmp_path: Path) -> None
     change = job.change(3)
     assert change is not None
     assert change.eras[1]["cursors"] == [55, 30] and change.eras[1]["starts"] == [55, 30, 0]
+    assert change.step == (55 + 30) // 2, "what is committed, not what an island has counted besides"
     samplers = job.samplers(3)
     assert [s.history[1:] for s in samplers] == [[(50 * BATCH, "decay")], [(28 * BATCH, "decay")], []]
     # Of broad the islands took 50 and 28 steps: free are odd numbers, from 2 * 28 * BATCH + 1 on.

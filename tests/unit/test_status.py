@@ -219,13 +219,15 @@ def test_orders_that_wait_and_those_that_were_taken(run: Path) -> None:
     control.mkdir()
     (control / "order.json").write_text(json.dumps({"kind": "decay", "length": 50}))
     taken = [taken_order(10, kind="cancel"), taken_order(20, length=5, at=15, refused="too late")]
+    taken.append(taken_order(30, kind="cancel", refused="it has begun"))
     (control / "accepted.json").write_text(json.dumps(taken))
     found = look(run)
-    assert found["orders"]["pending"]["length"] == 50 and len(found["orders"]["accepted"]) == 2
+    assert found["orders"]["pending"]["length"] == 50 and len(found["orders"]["accepted"]) == 3
     assert "the order that waits (decay) is taken in the next outer round" in found["waiting_for"]
     text = shown(found, 200)
     assert "decay of 5 steps (one_minus_sqrt) from step 15: refused: too late; at step 20\n" in text
     assert "order      the decay that had not begun is withdrawn; agreed at step 10\n" in text
+    assert "order      withdrawal of a decay: refused: it has begun; at step 30\n" in text
     (control / "order.json").write_text('{"kind": "nonsense"}')
     assert look(run)["orders"]["pending"]["kind"] == "unreadable"
 
