@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("torchft", reason="islands meet through torchft")
 from loop_runner import Islands, config, lighthouse
-from test_residence import HOWS, run
+from test_outer_devices import HOWS, run
 
 from megatron_wsd.diloco.faults import fail
 
