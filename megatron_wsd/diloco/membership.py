@@ -11,13 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -26,36 +23,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from megatron_wsd.addresses import address_for
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
+from megatron_wsd.diloco.lighthouse import LighthouseWatch, check_lighthouse
+from megatron_wsd.diloco.roll_call import RollCall
 from megatron_wsd.diloco.watch import HangWatch
-from megatron_wsd.errors import ExchangeError, GaveUp, IslandError, TooFewIslands
+from megatron_wsd.errors import ExchangeError, GaveUp, IslandError
 
 log = logging.getLogger(__name__)
-
-
-def check_lighthouse(address: str, timeout_s: float = 10.0) -> None:
-    """Fail within seconds, and say why, when no lighthouse listens.
-
-    Raises:
-        IslandError: nothing answers at ``address`` for ``timeout_s`` seconds, or it is no address.
-    """
-    parts = urlsplit(address)
-    if parts.scheme != "http" or not parts.hostname or not parts.port:
-        raise IslandError("--lighthouse", "an address such as http://HOST:29510", address)
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            left_s = max(0.1, end - time.monotonic())
-            socket.create_connection((parts.hostname, parts.port), timeout=left_s).close()
-            return
-        except OSError as e:
-            if time.monotonic() > end:
-                raise IslandError(
-                    "--lighthouse",
-                    "a torchft lighthouse that answers",
-                    f"{address}: {e}",
-                    "Start it with `torchft_lighthouse`, or check host, port and firewall.",
-                ) from None
-        time.sleep(0.2)
 
 
 def _no_transport() -> Any:
@@ -143,8 +116,8 @@ class Membership:
         bytes_moved: payload that this rank sent or received.
         host: address under which the other islands reach this machine.
         watch: ends this process if the outer half stands still.
-        may_go_on: asked, on rank 0, whether the operator lets fewer islands go on after the lighthouse was
-            restarted.
+        lighthouse: tells when it does not answer; to be started by whoever wants to be told.
+        roll: which islands have to be there.
 
     Raises:
         IslandError: the lighthouse does not answer.
@@ -164,14 +137,11 @@ class Membership:
         self.watch = HangWatch(
             islands.hang_timeout_s or 2 * (islands.join_timeout_s + islands.heartbeat_timeout_s)
         )
-        self._met: tuple[int, ...] = ()
-        self._seen: tuple[int, ...] = ()
-        self._quorum_id = 0
-        self._distrust = False
-        self.may_go_on: Callable[[], bool] = lambda: False
+        self.roll = RollCall(group, islands.min_islands or 1)
         check_lighthouse(address.lighthouse)
         # Not that of the store: an island may have other machines than the one that launches it.
         self.host = address_for(address.lighthouse, address.interface)
+        self.lighthouse = LighthouseWatch(address.lighthouse)
         self._build()
 
     def _build(self) -> None:
@@ -257,55 +227,23 @@ class Membership:
             self._manager.start_quorum(allow_heal=False, timeout=self._quorum_timeout)
         except Exception as e:  # torchft raises RuntimeError, TimeoutError and its own
             problem = f"{type(e).__name__}: {e}"
-        rows = self._group.gather([int(not problem), int(not problem and self._newborn()), int(self.usable)])
+        newborn = not problem and self._newborn()
+        rows = self._group.gather([int(not problem), int(newborn), int(self.usable)])
         if any(row[1] for row in rows):
-            log.warning("the lighthouse has been restarted")
-            self._distrust = True
+            self.roll.doubt_lighthouse()
         if not all(row[0] for row in rows):
             self._rebuild()
             raise ExchangeError(f"no quorum: {problem or 'another rank of this island got none'}")
-        if self._distrust and not all(row[2] for row in rows):
+        if self.roll.in_doubt and not all(row[2] for row in rows):
             self._rebuild()
             raise ExchangeError("the lighthouse was restarted, and the islands have not found each other yet")
 
     def _newborn(self) -> bool:
-        """Whether another lighthouse than before has answered: one that lives counts up with every change."""
+        """Whether another lighthouse than before has answered."""
         quorum = self._answer.quorum
         # torchft calls a replica island_000001:UUID, as it was named and something that is used once.
         here = tuple(sorted(int(name.split(":")[0].rpartition("_")[2]) for name in quorum.replica_ids))
-        number = int(quorum.quorum_id)
-        newborn = number < self._quorum_id or (number == self._quorum_id and here != self._seen)
-        self._quorum_id, self._seen = number, here
-        return newborn
-
-    def missing(self) -> int:
-        """How many islands are not here that were before the lighthouse was restarted; mostly 0.
-
-        It has forgotten who was alive: whoever asks it first would get a quorum alone, and two islands could
-        go apart. All must be back, or the operator says that those who are there may go on.
-        """
-        gone = sorted(set(self._met) - set(self._seen))
-        if not self._distrust or not gone:
-            return 0
-        if self._group.broadcast([int(self.may_go_on())])[0]:
-            log.warning("going on without islands %s, as the operator allows", gone)
-            return 0
-        log.warning("the lighthouse was restarted and islands %s are not back yet", gone)
-        return len(gone)
-
-    def check_complete(self, missing: int) -> None:
-        """Refuse to go on with fewer islands than before after the lighthouse was restarted.
-
-        Args:
-            missing: the most that an island of this quorum misses, as `missing` tells it.
-
-        Raises:
-            TooFewIslands: it is not 0.
-        """
-        if missing:
-            raise TooFewIslands(f"the lighthouse was restarted and islands are missing ({missing})")
-        self._distrust = False
-        self._met = self._seen
+        return self.roll.call(int(quorum.quorum_id), here)
 
     def beat(self, more_s: float = 0.0) -> None:
         """The outer half makes progress; the next step may take ``more_s`` longer than usual."""
@@ -405,6 +343,7 @@ class Membership:
     def shutdown(self) -> None:
         """Leave. The other islands notice after ``heartbeat_timeout_s``."""
         self.watch.stop()
+        self.lighthouse.stop()
         with contextlib.suppress(Exception):
             self._pg.abort()
         self._manager.shutdown(wait=False)

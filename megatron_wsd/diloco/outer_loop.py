@@ -104,6 +104,7 @@ class OuterLoop(ABC):
         self._engine_step = int(engine.global_steps)
         self.inner_step = int(engine.global_steps)
         self._fresh = self.inner_step == 0
+        self._resumed_with: tuple[int, ...] = ()
         self._rewarm_steps = self._rewarm_left = 0
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -183,8 +184,11 @@ class OuterLoop(ABC):
             group = self._round_group()
             self._seat = Membership(self._address, group, self._config)
             if self._address.run_dir is not None:
-                consent = self._address.run_dir / "control" / "go-on"
-                self._seat.may_go_on = consent.exists
+                self._seat.roll.consent = self._address.run_dir / "control" / "go-on"
+            if self._resumed_with:
+                self._seat.roll.resume(self._resumed_with)
+            if self._group.rank == 0:
+                self._seat.lighthouse.start(self._note_lighthouse)
             self._half = OuterHalf(
                 self._config,
                 self._address.island,
@@ -199,6 +203,9 @@ class OuterLoop(ABC):
             self._obey()
         return self._half
 
+    def _note_lighthouse(self, answers: bool, told: str) -> None:
+        self.metrics.event("lighthouse", self.inner_step, told, answers=answers)
+
     def _round_group(self) -> IslandGroup:
         """The ranks of this island, for whoever runs rounds."""
         return self._group
@@ -207,7 +214,8 @@ class OuterLoop(ABC):
         """Wait for the other islands, compare configs and weights, take over their state if behind.
 
         Called once after a start; `step` does it if the caller did not. A fresh run waits for all
-        islands; a resumed one goes on without the missing after ``start_timeout_s`` if enough are there.
+        islands; a resumed one goes on without the missing after ``start_timeout_s`` if enough are there and
+        those who are not cannot have gone on without it, see `RollCall`.
 
         Raises:
             IslandError: islands are missing, or differ in config, corpora, fragments or initial weights.
@@ -239,11 +247,17 @@ class OuterLoop(ABC):
                 log.warning("going on with islands %s of %d", list(here), count)
                 break
             if late:
+                remedy = "Look at their logs, start them, or raise the timeout."
+                if result.waiting and self.outer_step > 0:
+                    remedy = (
+                        "Start them. Where they have finished, their newest anchor is the result. If they "
+                        f"are gone for good: touch {self._address.run_dir}/control/go-on, then --resume."
+                    )
                 raise IslandError(
                     "megatron_wsd.islands.start_timeout_s",
                     f"all {count} islands within {islands.start_timeout_s:g} s",
                     f"none of islands {missing}" + (f" ({result.reason})" if result.void else ""),
-                    "Look at their logs, start them, or raise the timeout.",
+                    remedy,
                 )
             if waited - told > 10 and self._group.rank == 0:
                 told = waited
@@ -448,6 +462,7 @@ class OuterLoop(ABC):
             "position": self.position,
             "tokens": self.tokens,
             "orders": self._orders.done,
+            "met": list(self._resumed_with if self._seat is None else self._seat.roll.met),
             "since": [[f.version, f.steps, f.tokens] for f in self._local.fragments],
             **self._own_facts(),
         }
@@ -477,6 +492,7 @@ class OuterLoop(ABC):
             )
         self._loaded(extra)
         self._orders.loaded(extra["orders"])
+        self._resumed_with = tuple(i for i in extra.get("met", ()) if i < self._address.islands)
         if self._half is not None:
             self._half.refresh_digest()
 

@@ -282,7 +282,7 @@ class OuterHalf:
                 "Nothing is to be done: it goes on.",
             )
         decision = decide(reports, self.settled, self._rules)
-        self._seat.check_complete(max(r.missing for r in decision.reports))
+        self._seat.roll.check_complete(max(r.missing for r in decision.reports))
         return decision
 
     def _report(
@@ -321,7 +321,7 @@ class OuterHalf:
             inner_step=position,
             order=order.number if order else 0,
             plan=self._plan_number,
-            missing=self._seat.missing(),
+            missing=self._seat.roll.missing(),
             started=self._started,
             offers=tuple(offers),
         )

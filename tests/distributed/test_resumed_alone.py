@@ -1,0 +1,54 @@
+"""An island that is resumed and finds nobody there: it may go on if nobody can have gone on without it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loop_runner import Islands, config, lighthouse
+
+from megatron_wsd.records import of_kind, read_metrics
+
+UNTIL, LATER = 60, 90
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_only_who_cannot_have_been_left_behind_goes_on_alone(tmp_path: Path, mode: str) -> None:
+    with lighthouse() as address:
+        islands = Islands(tmp_path, address, 2, config(mode, islands={"start_timeout_s": 4.0}), UNTIL)
+        metrics = tmp_path / "island_0" / "metrics.jsonl"
+
+        def commits() -> int:
+            return len(of_kind(read_metrics(metrics), "round")) if metrics.exists() else 0
+
+        first, second = islands.start(0, save_every=1), islands.start(1, save_every=1)
+        give_up = time.monotonic() + 100
+        while commits() < 2 and time.monotonic() < give_up:
+            time.sleep(0.02)
+        second.terminate()
+        left = islands.result(second)
+        assert left["stopped"]
+        ahead = islands.result(first)
+        assert ahead["outer_step"] > left["outer_step"]
+
+        # Island 0 has gone on without it, and ended. Alone it would make other rounds of the same numbers.
+        refused = islands.result(islands.start(1, resume=True))
+        assert refused["error"] == "IslandError"
+        assert "may have gone on without" in refused["text"] and "control/go-on" in refused["text"]
+        assert read_metrics(tmp_path / "island_1" / "metrics.jsonl")[-1]["outer_step"] <= left["outer_step"]
+
+        # Who made its newest rounds alone was not left behind by anybody.
+        alone = islands.result(islands.start(0, resume=True, until=LATER))
+        assert alone["resumed"] and alone["outer_step"] > ahead["outer_step"]
+
+        consent = tmp_path / "control" / "go-on"
+        consent.parent.mkdir(exist_ok=True)
+        consent.touch()
+        allowed = islands.result(islands.start(1, resume=True))
+        assert allowed["resumed"] and allowed["outer_step"] > left["outer_step"]
+        assert not consent.exists()
+        assert "going on without islands [0], as the operator allows" in islands.log(1).read_text()
