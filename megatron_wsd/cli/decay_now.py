@@ -48,7 +48,7 @@ def decay_now(
         if steps is not None or at is not None:
             raise ConfigError("--cancel", "no other option with it", "--steps or --at")
         if folder.withdraw():
-            typer.echo("Withdrawn; no island had taken it yet.")
+            typer.echo(_withdrawn(run, folder))
             return
         look = RunStatus(run.path).look()
         state = _state(run, look)
@@ -110,17 +110,15 @@ def _decay(
         Schedule(0).begin_decay(0, steps, start=at, shape=shape, min_lr_ratio=min_lr_ratio, then=then.value)
     if data_mix is not None and data_mix not in config.data.mixes:
         raise ConfigError("--data-mix", f"one of {sorted(config.data.mixes)}, as in data.mixes", data_mix)
-    for entry in folder.accepted():
-        if entry["kind"] == "decay" and entry["then"] == "stop" and "refused" not in entry:
-            began = entry["step"] if entry["at"] is None else entry["at"]
-            later = [e for e in folder.accepted() if e["kind"] == "cancel" and e["step"] >= entry["step"]]
-            if not any("refused" not in e for e in later):
-                raise ConfigError(
-                    "decay-now",
-                    "a run whose decay has not been ordered",
-                    f"one that decays over {entry['length']} steps from step {began}",
-                    "--cancel withdraws it before it begins; to decay otherwise, branch off a checkpoint.",
-                )
+    entry = _in_force(folder)
+    if entry is not None and entry["then"] == "stop":
+        began = entry["step"] if entry["at"] is None else entry["at"]
+        raise ConfigError(
+            "decay-now",
+            "a run whose decay has not been ordered",
+            f"one that decays over {entry['length']} steps from step {began}",
+            "--cancel withdraws it before it begins; to decay otherwise, branch off a checkpoint.",
+        )
     return Order(
         length=steps,
         shape=shape,
@@ -130,6 +128,31 @@ def _decay(
         then=then.value,
         nonce=secrets.token_hex(8),
     )
+
+
+def _in_force(folder: ControlFolder) -> dict[str, Any] | None:
+    """The newest decay that the islands have agreed on and not withdrawn, as far as this disk tells."""
+    for entry in reversed([e for e in folder.accepted() if "refused" not in e]):
+        if entry["kind"] == "cancel":
+            return None
+        if entry["kind"] == "decay":
+            return entry
+    return None
+
+
+def _withdrawn(run: RunDir, folder: ControlFolder) -> str:
+    """What to say when the order that waited in this folder was removed."""
+    said, look = "Withdrawn; no island had taken it yet.", RunStatus(run.path).look()
+    entry = _in_force(folder)
+    if entry is not None:
+        begins = entry["step"] if entry["at"] is None else entry["at"]
+        if look["position"] < begins:
+            return f"{said} Agreed before, and not withdrawn: {told(entry)}; --cancel again withdraws that."
+        if look["position"] < begins + entry["length"]:
+            return f"{said} Agreed before, and under way: {told(entry)}."
+    if any(island["state"] in ("elsewhere", "absent") for island in look["islands"]):
+        said += " One that waits on another cluster's disk must be withdrawn there."
+    return said
 
 
 def _await(folder: ControlFolder, order: Order, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_wsd.cli import app
 from megatron_wsd.config import load_config
-from megatron_wsd.control import ControlFolder
+from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.rundir import RunDir, held, open_run
 
@@ -52,6 +53,29 @@ def test_an_order_to_a_run_that_stands_still_is_kept_and_that_is_said(stopped: R
     code, text = ask(stopped.path, "--cancel")
     order = control.pending()
     assert code == 0 and "is kept" in text and order is not None and order.kind == "cancel"
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (60, "Agreed before, and not withdrawn: decay of 9 steps (linear) from step 60; --cancel again"),
+        (35, "Agreed before, and under way: decay of 9 steps"),
+        (10, "Withdrawn; no island had taken it yet.\n"),
+    ],
+)
+def test_withdrawing_what_waits_here_tells_what_stays_in_force(stopped: RunDir, at: int, said: str) -> None:
+    control, taken = ControlFolder(stopped.path), Order(length=9, shape="linear", at=at, nonce="a")
+    control.settle([{**taken.model_dump(mode="json"), "number": taken.number, "step": 8}])
+    control.propose(Order(length=5, nonce="b"))
+    code, text = ask(stopped.path, "--cancel")
+    assert code == 0 and said in " ".join(text.split()) + "\n" and control.pending() is None
+    assert len(control.accepted()) == 1
+
+
+def test_an_order_that_waits_on_another_disk_is_not_withdrawn_from_here(stopped: RunDir) -> None:
+    shutil.rmtree(stopped.island(1))
+    ControlFolder(stopped.path).propose(Order(length=5))
+    assert "must be withdrawn there" in " ".join(ask(stopped.path, "--cancel")[1].split())
 
 
 @pytest.mark.parametrize("lock", ["island_1/lock", "launch.lock"])
