@@ -169,6 +169,20 @@ def outer_state_bytes(config: Config, layout: FlatLayout) -> int:
     return vectors * (coded + 4 * (coded // layout.block_size) + 4 * (layout.total - coded))
 
 
+def pinned_rounding(config: Config, parameters: Sequence[Parameter]) -> int:
+    """Bytes that torch adds to the pinned buffers of a rank beside a GPU: each becomes a power of two."""
+    if config.outer.device != "cpu":
+        return 0
+    totals = [la.total for la in outer_layouts(config, parameters)]
+    anchor = 2 if config.outer.anchor_dtype == "bf16" else 4
+    sizes = [anchor * total for total in totals] + [4 * max(totals)]  # anchors and scratch
+    if config.sync.mode == "async":
+        sizes += [anchor * total for total in totals] + [4 * total for total in totals]  # bases and captures
+    else:
+        sizes.append(4 * max(totals))  # one capture at a time
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+
+
 def _outer(config: Config, parameters: Sequence[Parameter]) -> list[Part]:
     sync, outer = config.sync, config.outer
     layouts = outer_layouts(config, parameters)

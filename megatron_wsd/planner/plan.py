@@ -20,8 +20,8 @@ from megatron_wsd.planner.exchange import (
     streaming,
     synchronous,
 )
-from megatron_wsd.planner.memory import Part, element_bytes, memory_parts, peak
-from megatron_wsd.planner.model import flops_per_token, parameters_of, vocabulary
+from megatron_wsd.planner.memory import Part, element_bytes, memory_parts, peak, pinned_rounding
+from megatron_wsd.planner.model import Parameter, flops_per_token, parameters_of, vocabulary
 from megatron_wsd.planner.speed import Speed, speed_of
 
 _STREAMING_OVERLAP = 5  # Streaming DiLoCo's, where the config says none
@@ -195,7 +195,7 @@ def make_plan(config: Config, question: Question) -> Plan:
         end_step=end,
         tokens=None if end is None else end * per_step,
         warnings=_warnings(config, speed, device, links),
-        assumed=_assumed(config, question, speed),
+        assumed=_assumed(config, question, speed, parameters),
     )
 
 
@@ -271,7 +271,7 @@ def _warnings(config: Config, speed: Speed, device: int, links: Sequence[LinkPla
     return found
 
 
-def _assumed(config: Config, question: Question, speed: Speed) -> list[str]:
+def _assumed(config: Config, question: Question, speed: Speed, parameters: Sequence[Parameter]) -> list[str]:
     layers = config.model.num_layers if config.model else 1
     found = [
         *([config.assumption.removeprefix("assumed: ")] if config.assumption else []),
@@ -288,6 +288,12 @@ def _assumed(config: Config, question: Question, speed: Speed) -> list[str]:
         else "attention writes its scores to memory, as megatron-core's local layers do (else: --flash)",
         "the allocator's fragmentation, CUDA context and NCCL buffers are not counted: add 2 to 5 GB",
     ]
+    if rounding := pinned_rounding(config, parameters):
+        found.append(
+            "pinned buffers of the host have the size that they need; beside a GPU torch rounds them up by "
+            f"{rounding / 1e9:.2f} GB in all, by nothing with "
+            "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 (torch 2.13)"
+        )
     if element_bytes(config) == 4 and question.step_s is None:
         found.append("the config trains in fp32, slower than the bf16 rate that is assumed")
     if config.sync.fragments == 1:
