@@ -130,7 +130,7 @@ class Journal:
             position=decision.inner_step,  # equal on all islands, also on one that hears of it late
             outer_step=outer_step,
             committed=result.committed,
-            tokens=self._state.tokens,
+            tokens=result.tokens,  # of then: an asynchronous island may hear of it when others have followed
             fragment=result.fragment,
             version=result.version,
             fragment_age=decision.fragment_age,

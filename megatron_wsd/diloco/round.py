@@ -48,6 +48,7 @@ class RoundResult:
         fragment: what the round was about; None if there was nothing to merge.
         decision: what the islands agreed on; None if they did not come that far.
         version: of the fragment, after the round.
+        tokens: over all islands, committed by then.
         gates: gate of each contributor.
         bytes: payload that this rank sent or received.
         island_bytes: the same over all ranks of the island; of committed rounds alone.
@@ -66,6 +67,7 @@ class RoundResult:
     fragment: int | None = None
     decision: Decision | None = None
     version: int = 0
+    tokens: int = 0
     gates: list[float] = field(default_factory=list)
     bytes: int = 0
     island_bytes: int = 0
@@ -180,7 +182,7 @@ class OuterHalf:
             result.waiting = isinstance(e, TooFewIslands)
         result.bytes = self._seat.bytes_moved - bytes_before
         result.seconds = time.perf_counter() - started
-        result.digest = self._island_digest
+        result.digest, result.tokens = self._island_digest, self.state.tokens
         return result
 
     def _attempt(

@@ -34,6 +34,8 @@ def check(
             if r["kind"] == "round" and r["committed"]:
                 digest = digests.setdefault(r["outer_step"], r["digest"])
                 assert digest == r["digest"], f"digests differ at outer step {r['outer_step']} on island {i}"
+                by_then = commits[r["outer_step"]]["fragment_tokens"]
+                assert r["tokens"] == sum(by_then) // len(by_then), f"island {i}: {r}, while {by_then}"
     last = max(commits)
     assert sorted(commits) == list(range(1, last + 1)), "outer steps are missing"
     count = len(commits[last]["versions"])

@@ -99,7 +99,10 @@ def history() -> tuple[list[list[dict[str, Any]]], list[list[dict[str, Any]]], l
     }
     life = {"kind": "life", "time": 0.0, "outer_step": 0, "moved": [False], "errors": [0.5]}
     traces = [[copy.deepcopy(x) | {"island": i} for x in (life, first, second)] for i in (0, 1)]
-    rounds = [{"kind": "round", "committed": True, "outer_step": n, "digest": f"d{n}"} for n in (1, 2)]
+    rounds = [
+        {"kind": "round", "committed": True, "outer_step": n, "digest": f"d{n}", "tokens": tokens}
+        for n, tokens in ((1, 700), (2, 1100))
+    ]
     result = {
         "stopped": False,
         "met_at": 0,
@@ -136,6 +139,10 @@ def _two_digests(traces: list[Any], records: list[Any], results: list[Any]) -> N
     records[1][1]["digest"] = "d3"
 
 
+def _counted_later(traces: list[Any], records: list[Any], results: list[Any]) -> None:
+    records[1][0]["tokens"] = 1100
+
+
 def _went_back(traces: list[Any], records: list[Any], results: list[Any]) -> None:
     traces[0].append(traces[0][1])
 
@@ -163,6 +170,7 @@ def _gave_up(traces: list[Any], records: list[Any], results: list[Any]) -> None:
         _lost,
         _two_histories,
         _two_digests,
+        _counted_later,
         _went_back,
         _other_end,
         _fed_back_twice,
