@@ -152,7 +152,7 @@ class Decoupled(OuterLoop):
         self._position = max(self._position, rows[0][1])
         if adopted:
             self._orders.carry_out(self._position, min(r[3] for r in rows), self.inner_step)
-        self._place_schedule(self._position)
+        self._rate.place(self._position, self._engine_step)
         for result in results:
             self._note(result)
         return self.last_round if adopted else None

@@ -18,6 +18,7 @@ from megatron_wsd.control import ControlFolder, Order
 from megatron_wsd.diloco.agree import MAX_FRAGMENTS
 from megatron_wsd.diloco.faults import Faults
 from megatron_wsd.diloco.fragments import SyncPoints, plan_digest, plan_fragments
+from megatron_wsd.diloco.inner_rate import InnerRate
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.local import Local
@@ -105,7 +106,7 @@ class OuterLoop(ABC):
         self.inner_step = int(engine.global_steps)
         self._fresh = self.inner_step == 0
         self._resumed_with: tuple[int, ...] = ()
-        self._rewarm_steps = self._rewarm_left = 0
+        self._rate = InnerRate(engine)
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
         self.at_start: Callable[[int], Sequence[Order]] = lambda position: ()
@@ -270,7 +271,9 @@ class OuterLoop(ABC):
                 f.error.zero_()  # a contribution after that of the checkpoint has told it already
         self._started()
         if self._fresh and self.outer_step > 0:
-            self._begin_rewarm()
+            steps = self._rate.begin_rewarm()
+            if steps and self._group.rank == 0:
+                say(f"no inner moments: the rate rises over {steps} steps on this island")
         return result
 
     @abstractmethod
@@ -306,12 +309,12 @@ class OuterLoop(ABC):
             self.meet()
         if int(self._engine.global_steps) == self._engine_step:
             return None
-        self._follow_skipped_update()
+        self._rate.follow_skipped_update(self.position)
         self._engine_step = int(self._engine.global_steps)
         self.inner_step += 1
         self._local.count(int(self._engine.train_batch_size()) if tokens is None else tokens)
         result = self._advance()
-        self._rewarm()
+        self._rate.rewarm()
         return result
 
     @abstractmethod
@@ -363,43 +366,6 @@ class OuterLoop(ABC):
     def _anchors(self) -> tuple[list[torch.Tensor], dict[str, int]]:
         """All anchors at one moment, equal in version on all ranks of the island; and `committed` then."""
 
-    def _follow_skipped_update(self) -> None:
-        """DeepSpeed does not step the scheduler with an update that it skips for a gradient of NaN or Inf.
-
-        Islands count steps, not updates: else one of them would run at another rate for good.
-        """
-        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
-        position = getattr(scheduler, "num_updates", None)
-        if position is not None and position < self.position + 1 and hasattr(scheduler, "set_position"):
-            scheduler.set_position(self.position + 1)
-
-    def _begin_rewarm(self) -> None:
-        """An island that begins without a checkpoint amid a run has no inner moments: it warms up briefly.
-
-        For 2 / (1 - beta2) steps, about what the second moment needs to be filled, the rate rises linearly.
-        """
-        groups = getattr(getattr(self._engine, "optimizer", None), "param_groups", [])
-        betas = groups[0].get("betas") if groups else None
-        if not betas:
-            return
-        self._rewarm_steps = round(2 / (1 - float(betas[1])))
-        self._rewarm_left = self._rewarm_steps
-        if self._group.rank == 0:
-            say(f"no inner moments: the rate rises over {self._rewarm_steps} steps on this island")
-        self._rewarm()
-
-    def _rewarm(self) -> None:
-        """Lower the rates that the scheduler has just set, while the warm-up lasts."""
-        if self._rewarm_left == 0:
-            return
-        factor = (self._rewarm_steps - self._rewarm_left + 1) / (self._rewarm_steps + 1)
-        self._rewarm_left -= 1
-        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
-        if not isinstance(scheduler, WSD):
-            return
-        for group in scheduler.optimizer.param_groups:
-            group["lr"] *= factor
-
     # ---- orders ----
 
     def carry_out(self, order: Order) -> None:
@@ -428,14 +394,7 @@ class OuterLoop(ABC):
         self._engine.global_steps = inner_step
         self._engine.global_samples = inner_step * self._engine.train_batch_size()
         self._engine.micro_steps = inner_step * self._engine.gradient_accumulation_steps()
-        self._place_schedule(position)
-
-    def _place_schedule(self, position: int) -> None:
-        scheduler: Any = getattr(self._engine, "lr_scheduler", None)
-        if hasattr(scheduler, "set_position"):
-            scheduler.set_position(position)
-        elif scheduler is not None and position != self._engine_step:
-            log.warning("%s cannot be moved to step %d: its rate is behind", type(scheduler), position)
+        self._rate.place(position, self._engine_step)
 
     def digest(self) -> int:
         """Of the outer state over all ranks of the island; all ranks must call it."""
