@@ -22,8 +22,9 @@ from megatron_wsd.curves import of_run
 from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError
 from megatron_wsd.lineage import Parent, began, children, own_orders
-from megatron_wsd.reporting.facts import RunFacts, decided_differently
+from megatron_wsd.reporting.facts import RunFacts
 from megatron_wsd.reporting.page import page
+from megatron_wsd.reporting.several import decided_differently
 from megatron_wsd.reporting.status import RunStatus
 from megatron_wsd.rundir import RunDir, open_run
 from megatron_wsd.schedule import Schedule
