@@ -153,7 +153,7 @@ def of_one(run: RunDir, name: str) -> Curve:
     saved, parent = _newest(run, config), Parent.of(run)
     stands = None if saved is None else saved.position
     if saved is None and parent is not None:
-        saved = newest(Standing.read(parent.checkpoint(int(i)), config) for i in parent.digests)
+        saved = parent.standing(config)
     if saved is None:
         plan, known = Plan((curve.schedule,), (curve.peak,)), frozenset[int]()
     else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wsd.checkpoint.branch_point import BranchPoint, branch_point, saved_by_island
+from megatron_wsd.checkpoint.standing import Standing, newest
 from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import ControlFolder, Order
@@ -60,6 +61,17 @@ class Parent:
         order = Order.model_validate(facts["order"])
         own = {name: facts[name] for name in ("position", "config", "steps", "cursors", "digests")}
         return cls(path=path, order=order, **own)
+
+    def standing(self, config: Config) -> Standing:
+        """The newest state from which the branch begins, among the islands whose checkpoints are here.
+
+        Raises:
+            CheckpointError: there is none, or it is no longer what it was.
+        """
+        store = {i: CheckpointStore(self.path / f"island_{i}" / "checkpoints", 2) for i in self.steps}
+        here = [int(i) for i in self.steps if store[i].manifest(self.steps[i]) is not None]
+        folders = [self.checkpoint(i) for i in here or map(int, self.steps)]
+        return newest(Standing.read(folder, config) for folder in folders)
 
     def checkpoint(self, island: int) -> Path:
         """Folder of the checkpoint that an island of the branch begins from.
@@ -111,7 +123,8 @@ def make_branch(
     """
     point = branch_point(parent, at, config)
     schedule = point.leader.plan.schedule
-    _refuse_in_decay(parent, schedule, point.saved_at, force)
+    if not (before_decay(schedule, point.saved_at) or force):
+        raise _in_decay(parent, schedule, point.saved_at, newest_stable(parent, config))
     decay_of_branch(schedule, point.position, order)
     note = parent.path / "branches" / f"{name}.json"
     if note.exists():
@@ -152,7 +165,7 @@ def _consumed_at(run: RunDir, point: BranchPoint, config: Config) -> dict[str, D
     """What a run had committed of its corpora in the outer state from which a branch begins, by island."""
     drawn = consumed(run, {str(i): point.cursor(i) * config.island_batch for i in point.saved})
     if not run.asynchronous:
-        return drawn
+        return {**drawn, **{str(i): _elsewhere(run, point, i, config) for i in point.elsewhere}}
     # There the newest state may know of contributions of which their own island has not told yet.
     before = inherited(run)
     for i, saved in point.saved.items():
@@ -160,6 +173,15 @@ def _consumed_at(run: RunDir, point: BranchPoint, config: Config) -> dict[str, D
         untold = sampler.drawn(ledger["until"], point.cursor(i) * config.island_batch)
         drawn[str(i)] = total([before.get(str(i), {}), ledger["drawn"], untold])
     return drawn
+
+
+def _elsewhere(run: RunDir, point: BranchPoint, island: int, config: Config) -> Drawn:
+    """The same of an island whose records are not here; in synchronous mode all have one history of mixes."""
+    parent = Parent.of(run)
+    first = 0 if parent is None else parent.cursors.get(str(island), 0)
+    sampler = MixSampler.from_state(point.leader.manifest["sampler"], island)
+    ends = (first * config.island_batch, point.cursor(island) * config.island_batch)
+    return total([inherited(run).get(str(island), {}), sampler.drawn(*ends)])
 
 
 def inherited(run: RunDir) -> dict[str, Drawn]:
@@ -219,15 +241,17 @@ def before_decay(schedule: Schedule, step: int) -> bool:
     return schedule.phase(step) in ("stable", "warmup")
 
 
-def _refuse_in_decay(parent: RunDir, schedule: Schedule, step: int, force: bool) -> None:
-    if before_decay(schedule, step) or force:
-        return
+def _in_decay(parent: RunDir, schedule: Schedule, step: int, stable: int | None) -> CheckpointError:
+    """The refusal of a checkpoint; ``stable`` is the newest position that is not refused, if there is one."""
     begun = max((d.start for d in schedule.decays if d.start <= step), default=step)
-    raise CheckpointError(
+    way = (
+        "None of the stable phase is left: add" if stable is None else f"Take {parent.path}@{stable}, or add"
+    )
+    return CheckpointError(
         f"{parent.path}@{step}",
         "a checkpoint of the stable phase",
         f"one whose decay began at step {begun}",
-        "A second decay from a lowered rate learns little. Branch off an earlier checkpoint, or add --force.",
+        f"A second decay from a lowered rate learns little. {way} --force.",
     )
 
 

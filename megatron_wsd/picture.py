@@ -56,7 +56,10 @@ def draw(run_dir: str | Path, out_png: str | Path) -> None:
 def _title(run_dir: Path, islands: dict[int, list[Record]]) -> str:
     sizes = [r["parameters"] for records in islands.values() for r in records if r["kind"] == "start"]
     size = f", {sizes[-1] / 1e6:.2f}M parameters" if sizes else ""
-    return f"{run_dir.absolute().name}: {len(islands)} island{'s' * (len(islands) != 1)}{size}"
+    run = RunDir(run_dir)
+    count = max(len(islands), int(run.facts().get("islands", 0)) if run.run_json.is_file() else 0)
+    here = f"{len(islands)} of " * (len(islands) < count)  # the others are on other clusters
+    return f"{run_dir.absolute().name}: {here}{count} island{'s' * (count != 1)}{size}"
 
 
 def _colour(island: int) -> str:

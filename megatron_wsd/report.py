@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron_wsd.curves import passed
 from megatron_wsd.data_report import consumption, print_consumption
 from megatron_wsd.files import write_json_atomic
+from megatron_wsd.histories import OUT_OF_IT, apart, committed_digests
 from megatron_wsd.picture import draw
 from megatron_wsd.records import (
     Record,
@@ -58,7 +59,8 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
     ``tokens`` are those that rounds have committed, over all islands, of a branch with what it inherited; of
     fragments the mean, by which the schedule goes. Before the first round, and where rounds do not tell it,
     they are those that were logged, local progress included; ``tokens_are`` says which. Phases are in steps
-    of the run.
+    of the run. What is counted is what the islands tell whose records are here; ``elsewhere`` has the others.
+    ``apart`` says which islands have histories of their own, and from which round on; empty if all have one.
     """
     folder = Path(run_dir)
     islands = read_islands(folder)
@@ -71,6 +73,7 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
     run = RunDir(folder)
     told = [r["tokens"] for island in rounds.values() for r in island if r["committed"] and "tokens" in r]
     tokens = max(told or [r["tokens"] for r in steps], default=0)
+    split = apart({i: committed_digests(records) for i, records in islands.items()})
     return {
         "run_dir": str(folder.absolute()),
         "asynchronous": run.asynchronous,
@@ -89,6 +92,8 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
         "anchor": _anchor(everything),
         "data": consumption(folder, islands),
         "islands": [_island(i, records, len(islands) > 1) for i, records in islands.items()],
+        "elsewhere": _elsewhere(run, islands),
+        "apart": "" if split is None else str(split),
         "files": {
             "picture": str(folder.absolute() / "run.png"),
             "islands": [str(folder.absolute() / f"island_{i}") for i in islands],
@@ -118,6 +123,19 @@ def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
     }
 
 
+def _elsewhere(run: RunDir, islands: dict[int, list[Record]]) -> list[dict[str, int]]:
+    """The islands without records here, with the committed rounds in which those of the others name them."""
+    told = {
+        r["outer_step"]: r["islands"] for i in islands for r in of_kind(islands[i], "round") if r["committed"]
+    }
+    count = int(run.facts().get("islands", 0)) if run.run_json.is_file() else 0
+    there = {*range(count), *(i for members in told.values() for i in members)}
+    return [
+        {"island": i, "rounds_committed": sum(i in members for members in told.values())}
+        for i in sorted(there - islands.keys())
+    ]
+
+
 def _anchor(records: list[Record]) -> dict[str, dict[str, Any]]:
     """The newest validation of the anchor for each corpus, beside what a unigram model would reach."""
     entropy: dict[str, float] = {}
@@ -141,10 +159,15 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     table.add_row("trained", _trained(summary))
     for island in summary["islands"]:
         table.add_row(f"island {island['island']}", _island_line(island, own=summary["asynchronous"]))
+    for other in summary["elsewhere"]:
+        took_part = f"no records here; in {other['rounds_committed']} of {summary['rounds_committed']} rounds"
+        table.add_row(f"island {other['island']}", took_part)
     spans = [f"{p['phase']} {p['first_step']}-{p['last_step']}" for p in summary["phases"]]
     table.add_row("phases (steps)", ", ".join(spans) or "none")
     table.add_row("outer rounds", f"{summary['rounds_committed']} committed{_void(summary['islands'])}")
-    table.add_row("exchanged", f"{human_bytes(summary['bytes_exchanged'])} over all ranks, sent and received")
+    whose = "all ranks here" if summary["elsewhere"] else "all ranks"
+    moved = human_bytes(summary["bytes_exchanged"])
+    table.add_row("exchanged", f"{moved} over {whose}, sent and received")
     for corpus, anchor in summary["anchor"].items():
         line = f"loss {_loss(anchor['loss'])} at step {anchor['step']}"
         if (entropy := anchor["unigram_entropy"]) is not None:
@@ -155,6 +178,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     print_consumption(summary["data"], console or Console())
     if note := why_other_tokens(summary):
         (console or Console()).print(note)
+    if summary["apart"]:
+        (console or Console()).print(f"[red]WARNING[/red]: {summary['apart']}. {OUT_OF_IT}")
     # paths outside the table, whole on one line, so that they can be copied
     picture = summary["files"]["picture"] or "none without matplotlib: pip install 'megatron_wsd[report]'"
     for name, where in (("picture", picture), ("run folder", summary["run_dir"])):

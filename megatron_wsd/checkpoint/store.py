@@ -93,12 +93,20 @@ class CheckpointStore:
             shutil.rmtree(self.folder(stale), ignore_errors=True)
         return final
 
-    def manifest(self, step: int) -> dict[str, Any] | None:
-        """The manifest of a step; None if the checkpoint is torn: no manifest, a file missing or short."""
+    def manifest(self, step: int, *, told: bool = False) -> dict[str, Any] | None:
+        """The manifest of a step; None if the checkpoint is torn: no manifest, a file missing or short.
+
+        Args:
+            step: of the checkpoint.
+            told: take also one of which all json files were copied here, and nothing else.
+        """
         folder = self.folder(step)
         try:
             content = json.loads((folder / MANIFEST).read_text())
-            whole = all((folder / name).stat().st_size == size for name, size in content["files"].items())
+            files = dict(content["files"])
+            if told and not any((folder / name).exists() for name in files if not name.endswith(".json")):
+                files = {name: size for name, size in files.items() if name.endswith(".json")}
+            whole = all((folder / name).stat().st_size == size for name, size in files.items())
         except (OSError, ValueError, KeyError):
             return None
         return dict(content) if whole else None
@@ -107,8 +115,11 @@ class CheckpointStore:
         manifest = self.manifest(step)
         return 0 if manifest is None else int(manifest.get("serial", 0))
 
-    def steps(self, era: int | None = None) -> list[int]:
-        """Steps of the complete checkpoints as they were written; with ``era`` those of it."""
+    def steps(self, era: int | None = None, *, told: bool = False) -> list[int]:
+        """Steps of the complete checkpoints as they were written; with ``era`` those of it.
+
+        ``told`` is that of `manifest`.
+        """
         if not self.root.is_dir():
             return []
         found = []
@@ -116,7 +127,7 @@ class CheckpointStore:
             match = _NAME.fullmatch(entry.name)
             if match is None:
                 continue
-            manifest = self.manifest(int(match[1]))
+            manifest = self.manifest(int(match[1]), told=told)
             if manifest is None:
                 _tell_torn(entry)
             elif era is None or manifest.get("era", 0) == era:

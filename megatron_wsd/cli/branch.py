@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_wsd.checkpoint.store import CheckpointStore
+from megatron_wsd.cli.command import island_program
 from megatron_wsd.cli.decay_now import Then
 from megatron_wsd.config import load_config
 from megatron_wsd.control import Order, as_typed, told
@@ -69,17 +71,55 @@ def branch(
     child = run_dir or run.path.with_name(f"{run.path.name}-{name}")
     with as_typed("branch"):
         made, point = make_branch(run, int(at) if at else None, name, order, child, own, force=force)
-    typer.echo(f"{made.path} branches off {run.path} at step {point.position}{_own_steps(point)}. Train it:")
-    words = [sys.executable, "-m", "megatron_wsd", "launch", "--config", str(made.config_json)]
-    typer.echo("  " + shlex.join([*words, "--run-dir", str(made.path), "--resume"]))
+    typer.echo(f"{made.path} branches off {run.path} at step {point.position}{_own_steps(point)}.")
+    typer.echo("\n".join(_how_to_train(run, made, point)))
 
 
 def _own_steps(point: BranchPoint) -> str:
     """Where the islands stand themselves, if each has saved at a step of its own."""
     if all(saved.step == point.position for saved in point.saved.values()):
         return ""
-    steps = ", ".join(f"island {i} at its step {saved.step}" for i, saved in sorted(point.saved.items()))
-    return f", which is what was committed in {point.leader.outer_step} rounds ({steps})"
+    lead = point.leader.outer_step
+    steps = ", ".join(
+        f"island {i} at its step {saved.step}"
+        + (f" and to be healed from round {saved.outer_step} on" if saved.outer_step < lead else "")
+        for i, saved in sorted(point.saved.items())
+    )
+    return f", which is what was committed in {lead} rounds ({steps})"
+
+
+def _how_to_train(parent: RunDir, made: RunDir, point: BranchPoint) -> list[str]:
+    """The commands that start a branch: one for this machine, or one an island as the parent was started."""
+    facts = made.facts()
+    common = ["--config", str(made.config_json), "--run-dir", str(made.path), "--resume"]
+    launch = ["Train it:", "  " + shlex.join([sys.executable, "-m", "megatron_wsd", "launch", *common])]
+    if "lighthouse" in parent.facts():  # which `launch` alone writes down
+        return launch
+    away = [i for i in range(facts["islands"]) if not _is_here(parent, point, i)]
+    if away:
+        lines = [
+            f"{'Islands' if len(away) > 1 else 'Island'} {', '.join(map(str, away))} saved on another disk. "
+        ]
+        lines[0] += "Copy to the same places there:"
+        lines += [f"  {made.path}", f"  {parent.path / 'branches' / facts['parent']['name']}.json"]
+        lines += [
+            "Then start each island where it was, with its lighthouse and other flags as they were, and a"
+        ]
+        lines += ["--config with the paths of its cluster:"]
+    else:
+        lines = [*launch, "Or one island at a time, with its lighthouse and other flags as they were:"]
+    for island in range(facts["islands"]):
+        count = ["--islands", str(facts["islands"]), "--ranks", str(facts["ranks"])]
+        flags = ["--island", str(island), *count, "--lighthouse", "http://HOST:PORT", *common]
+        lines.append("  " + shlex.join([*island_program(), *flags]))
+    return lines
+
+
+def _is_here(parent: RunDir, point: BranchPoint, island: int) -> bool:
+    """Whether an island can read its checkpoint on this disk: its manifests alone may be here."""
+    saved = point.saved.get(island)
+    store = CheckpointStore(parent.island(island) / "checkpoints", 2)
+    return saved is not None and store.manifest(saved.step) is not None
 
 
 def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.")]) -> None:

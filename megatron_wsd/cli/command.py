@@ -145,6 +145,12 @@ class Island:
         return line + (["--resume"] if self.resume else [])
 
 
+def island_program() -> list[str]:
+    """What starts one island by hand: ``island.sh`` of this checkout; without one ``megatron-wsd island``."""
+    script = _TRAIN.with_name("island.sh")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "megatron_wsd", "island"]
+
+
 def deepspeed_env_lines(added: dict[str, str]) -> list[str]:
     """The lines of the file that DS_ENV_FILE names, from which deepspeed exports to other machines.
 

@@ -16,7 +16,7 @@ def report(
         Path | None, typer.Option(help="An .html page, or a .png; default: RUN/summary.json and run.png.")
     ] = None,
     compare: Annotated[
-        list[Path] | None, typer.Option(metavar="RUN2 ...", help="Other runs, for the page.")
+        list[Path] | None, typer.Option(metavar="RUN2 ...", help="Other runs for the page, or other islands.")
     ] = None,
 ) -> None:
     """Print the summary of a run and draw it; with --out report.html, a page that needs no network.

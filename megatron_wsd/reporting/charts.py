@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MARKERS = "osD^vP"  # of the corpora
 SERIES = 8  # colours for islands and runs; from the ninth on lines are dashed
 
 # Colours that stand for variables of the style sheet: matplotlib knows no variables, and the page is light or
 # dark as its reader wants it.
-_INK, _MUTED, _GRID, _PAPER, _BAD = "#010000", "#020000", "#030000", "#040000", "#050000"
+INK, _MUTED, _GRID, _PAPER, _BAD = "#010000", "#020000", "#030000", "#040000", "#050000"
 _PHASES = {"warmup": "#060001", "stable": "#060002", "decay": "#060003", "done": "#060004"}
-_VARIABLES = {_INK: "ink", _MUTED: "muted", _GRID: "grid", _PAPER: "paper", _BAD: "bad"}
+_VARIABLES = {INK: "ink", _MUTED: "muted", _GRID: "grid", _PAPER: "paper", _BAD: "bad"}
 _VARIABLES |= {colour: f"phase-{name}" for name, colour in _PHASES.items()}
 _VARIABLES |= {f"#07000{i}": f"series-{i}" for i in range(SERIES)}
 
@@ -43,7 +43,7 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    **dict.fromkeys(("text.color", "axes.titlecolor"), _INK),
+    **dict.fromkeys(("text.color", "axes.titlecolor"), INK),
     **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _MUTED),
     "grid.color": _GRID,
 }
@@ -55,7 +55,8 @@ def series(index: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _figure(width: float, height: float) -> Iterator[Figure]:
+def canvas(width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches, in the style of the page."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -66,7 +67,7 @@ def _figure(width: float, height: float) -> Iterator[Figure]:
         yield figure
 
 
-def _svg(figure: Figure, name: str, title: str) -> str:
+def as_svg(figure: Figure, name: str, title: str) -> str:
     """The figure as ``<svg>`` for a page: ids of its own, colours by variable, a title to be read aloud."""
     from matplotlib import rc_context
 
@@ -89,7 +90,7 @@ def _svg(figure: Figure, name: str, title: str) -> str:
     return f'{opening}<title id="{name}-title">{escape(title)}</title>{rest}'
 
 
-def _tokens_axis(axes: Axes, first: float, most: float) -> None:
+def tokens_axis(axes: Axes, first: float, most: float) -> None:
     """Tokens in thousands, millions, billions or trillions, with the unit in the label.
 
     Args:
@@ -123,7 +124,7 @@ def _time_scale(most: float) -> tuple[float, str]:
 
 def loss_and_rate(run: RunFacts) -> str:
     """Training and anchor loss by tokens, with phases and numbered decisions, over the learning rate."""
-    with _figure(9.6, 6.2) as figure:
+    with canvas(9.6, 6.2) as figure:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1.3))
         for axes in (loss, rate):
             for name, left, right in run.phases:
@@ -136,16 +137,16 @@ def loss_and_rate(run: RunFacts) -> str:
         loss.set_ylabel("nats a token")
         longest = max(run.steps.values(), key=len, default=[])
         points = [(run.tokens(position(r)), float(r["lr"])) for r in longest]
-        rate.plot(*_xy(points), color=_INK, linewidth=1.5)
+        rate.plot(*xy(points), color=INK, linewidth=1.5)
         rate.set_ylim(bottom=0)
         rate.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         rate.set_title("Learning rate of the inner steps; shaded by phase")
         rate.set_ylabel("rate")
-        _tokens_axis(rate, *run.extent)
+        tokens_axis(rate, *run.extent)
         handles, labels = loss.get_legend_handles_labels()
         shades, names = _phase_handles(run)
         figure.legend([*handles, *shades], [*labels, *names], loc="outside lower left", ncols=3)
-        return _svg(figure, "loss", f"Loss and learning rate of {run.name} by tokens")
+        return as_svg(figure, "loss", f"Loss and learning rate of {run.name} by tokens")
 
 
 def _phase_handles(run: RunFacts) -> tuple[list[Any], list[str]]:
@@ -156,7 +157,8 @@ def _phase_handles(run: RunFacts) -> tuple[list[Any], list[str]]:
     return [Patch(facecolor=_PHASES.get(n, _PHASES["done"]), **edge) for n in names], names
 
 
-def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """What `Axes.plot` wants."""
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -169,8 +171,8 @@ def _draw_training(
         x, y = [run.tokens(position(r)) for r in part], [_number(r["loss"]) for r in part]
         raw = thinned(list(zip(x, y, strict=True)))
         smooth = thinned(list(zip(x, _smooth(y, window), strict=True)))
-        axes.plot(*_xy(raw), **style, alpha=0.3, linewidth=0.8)
-        axes.plot(*_xy(smooth), **style, linewidth=1.7, label=label)
+        axes.plot(*xy(raw), **style, alpha=0.3, linewidth=0.8)
+        axes.plot(*xy(smooth), **style, linewidth=1.7, label=label)
         label = None
 
 
@@ -178,14 +180,14 @@ def _draw_anchor(axes: Axes, run: RunFacts) -> None:
     for i, (corpus, validated) in enumerate(run.anchors.items()):
         points = [(tokens, _number(loss)) for tokens, loss in validated]
         look: dict[str, Any] = {
-            "color": _INK,
-            "marker": "osD^vP"[i % 6],
+            "color": INK,
+            "marker": MARKERS[i % len(MARKERS)],
             "markersize": 4.5,
             "linewidth": 0.8,
             "linestyle": ":",
         }
         look |= {"markerfacecolor": _PAPER} if i % 2 else {}
-        axes.plot(*_xy(thinned(points, 200)), **look, label=f"anchor, validation on {corpus}")
+        axes.plot(*xy(thinned(points, 200)), **look, label=f"anchor, validation on {corpus}")
 
 
 def _mark_decisions(axes: Axes, run: RunFacts) -> None:
@@ -194,7 +196,7 @@ def _mark_decisions(axes: Axes, run: RunFacts) -> None:
     groups: list[tuple[float, list[int]]] = []
     for number, decision in enumerate(run.decisions, 1):
         at = run.tokens(decision.step)
-        axes.axvline(at, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.axvline(at, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
         if groups and at - groups[-1][0] < 0.035 * (most - first):
             groups[-1][1].append(number)
         else:
@@ -204,7 +206,7 @@ def _mark_decisions(axes: Axes, run: RunFacts) -> None:
         box: dict[str, Any] = {
             "boxstyle": "round,pad=0.25",
             "facecolor": _PAPER,
-            "edgecolor": _INK,
+            "edgecolor": INK,
             "linewidth": 0.8,
         }
         place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
@@ -218,12 +220,12 @@ def presence(run: RunFacts) -> str:
     marks: dict[str, dict[str, Any]] = {
         "round void": {"marker": "x", "color": _BAD, "markersize": 7, "markeredgewidth": 1.8},
         "contribution dropped": {"marker": "D", "color": _BAD, "markersize": 5},
-        "started again": {"marker": "^", "color": _INK, "markersize": 7},
-        "healed": {"marker": "o", "color": _INK, "markersize": 6, "markerfacecolor": "none"},
+        "started again": {"marker": "^", "color": INK, "markersize": 7},
+        "healed": {"marker": "o", "color": INK, "markersize": 6, "markerfacecolor": "none"},
     }
     aside = {"started again": 0.3, "healed": -0.3}  # the two come together
     rows = {island: row for row, island in enumerate(run.islands)}
-    with _figure(9.6, 1.5 + 0.5 * len(rows)) as figure:
+    with canvas(9.6, 1.5 + 0.5 * len(rows)) as figure:
         axes = figure.subplots()
         for island, row in rows.items():
             for i, part in enumerate(run.stretches[island]):
@@ -242,15 +244,15 @@ def presence(run: RunFacts) -> str:
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.set_title("Islands at work, and what befell them, by tokens")
-        _tokens_axis(axes, *run.extent)
+        tokens_axis(axes, *run.extent)
         if used:
             figure.legend(list(used.values()), list(used), loc="outside lower left", ncols=len(used))
-        return _svg(figure, "presence", f"When each island of {run.name} trained, and its faults")
+        return as_svg(figure, "presence", f"When each island of {run.name} trained, and its faults")
 
 
 def staleness(run: RunFacts) -> str:
     """How old contributions were, and what the gate made of them, for each island."""
-    with _figure(9.6, 3.1) as figure:
+    with canvas(9.6, 3.1) as figure:
         ages, gates = figure.subplots(1, 2)
         oldest = max((max(counts) for counts in run.staleness.values()), default=0)
         width = 0.8 / max(1, len(run.staleness))
@@ -269,7 +271,7 @@ def staleness(run: RunFacts) -> str:
             thin = thinned([(float(k), gate) for k, gate in points], 300)
             # Equal gates lie on each other: ever smaller marks let all islands be seen.
             look: dict[str, Any] = {"marker": "o", "markersize": max(2.0, 6.5 - 1.5 * i), "linewidth": 0.8}
-            gates.plot(*_xy(thin), **series(i), **look, alpha=0.9)
+            gates.plot(*xy(thin), **series(i), **look, alpha=0.9)
         gates.set_ylim(-0.04, 1.08)
         gates.set_title("Staleness gate, 0 to 1")
         gates.set_xlabel("outer round")
@@ -277,14 +279,14 @@ def staleness(run: RunFacts) -> str:
         handles, labels = ages.get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower left", ncols=6)
-        return _svg(figure, "staleness", f"Staleness and gates of the contributions in {run.name}")
+        return as_svg(figure, "staleness", f"Staleness and gates of the contributions in {run.name}")
 
 
 def exchange(run: RunFacts) -> str:
     """Bytes by wall time, and how long each round took."""
     span = max((r["time"] for rounds in run.rounds.values() for r in rounds), default=run.begun) - run.begun
     scale, unit = _time_scale(span)
-    with _figure(9.6, 3.1) as figure:
+    with canvas(9.6, 3.1) as figure:
         moved, lasted = figure.subplots(1, 2)
         total = max((i["bytes_exchanged"] for i in run.summary["islands"]), default=0)
         size, name = _byte_scale(total)
@@ -295,14 +297,14 @@ def exchange(run: RunFacts) -> str:
                 points.append(((record["time"] - run.begun) / scale, sum_ / size))
             # Islands that exchange alike lie on each other: the first is the widest.
             look: dict[str, Any] = {"linewidth": max(1.2, 3.6 - 1.2 * i), "drawstyle": "steps-post"}
-            moved.plot(*_xy(points), **series(i), **look, label=f"island {island}")
+            moved.plot(*xy(points), **series(i), **look, label=f"island {island}")
             each = [((r["time"] - run.begun) / scale, r["seconds"]) for r in rounds if r.get("seconds")]
             style: dict[str, Any] = {
                 "color": series(i)["color"],
                 "marker": "o",
                 "markersize": max(2.0, 4.5 - i),
             }
-            lasted.plot(*_xy(each), linestyle="none", **style, alpha=0.8)
+            lasted.plot(*xy(each), linestyle="none", **style, alpha=0.8)
         moved.set_ylim(bottom=0)
         moved.set_title(f"Exchanged in all, {name}")
         moved.set_ylabel(f"{name}, sent and received")
@@ -315,43 +317,4 @@ def exchange(run: RunFacts) -> str:
             axes.set_xlabel(f"wall time, {unit}")
         handles, labels = moved.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=6)
-        return _svg(figure, "exchange", f"Bytes exchanged and duration of rounds in {run.name}")
-
-
-def comparison(runs: Sequence[RunFacts]) -> str:
-    """Training loss, mean over islands, and the anchor's, by tokens, a colour a run."""
-    first, most = min(run.extent[0] for run in runs), max(run.extent[1] for run in runs)
-    with _figure(9.6, 4.6) as figure:
-        axes = figure.subplots()
-        for i, run in enumerate(runs):
-            points = _mean_loss(run)
-            x, y = _xy(points)
-            smooth = thinned(list(zip(x, _smooth(y, max(3, len(y) // 20)), strict=True)))
-            axes.plot(*_xy(smooth), **series(i), linewidth=1.7, label=f"{run.name}, training")
-            merged = [
-                (p[0][0], sum(_number(v) for _, v in p) / len(p))
-                for p in zip(*run.anchors.values(), strict=False)
-            ]
-            if merged:
-                look: dict[str, Any] = {
-                    "marker": "o",
-                    "markersize": 4,
-                    "linestyle": "none",
-                    "color": series(i)["color"],
-                }
-                axes.plot(*_xy(thinned(merged, 200)), **look, label=f"{run.name}, anchor (mean of corpora)")
-        axes.set_title("Loss of the runs, nats a token")
-        axes.set_ylabel("nats a token")
-        _tokens_axis(axes, first, most)
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=2)
-        return _svg(figure, "comparison", "Loss of the compared runs by tokens")
-
-
-def _mean_loss(run: RunFacts) -> list[tuple[float, float]]:
-    by_step: dict[int, list[float]] = {}
-    for steps in run.steps.values():
-        for record in steps:
-            by_step.setdefault(position(record), []).append(_number(record["loss"]))
-    known = [(run.tokens(s), sum(v) / len(v)) for s, v in sorted(by_step.items())]
-    return [(tokens, loss) for tokens, loss in known if not math.isnan(loss)]
+        return as_svg(figure, "exchange", f"Bytes exchanged and duration of rounds in {run.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from megatron_wsd.control import ControlFolder, told
 from megatron_wsd.curves import of_one
 from megatron_wsd.data.phases import planned_mixes
 from megatron_wsd.errors import MegatronWSDError
+from megatron_wsd.histories import committed_digests
 from megatron_wsd.lineage import own_orders
 from megatron_wsd.picture import start_times, stretches
 from megatron_wsd.records import Record, anchors, is_void, of_kind, position, read_islands
-from megatron_wsd.rundir import RunDir, flat
+from megatron_wsd.rundir import RunDir
 
 _FAULTS = {
     "alone": "island gone",
@@ -95,12 +97,12 @@ class RunFacts:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
+        self.folder = Path(os.path.normpath(folder.absolute()))
         self.name = self.folder.name
         self.islands = read_islands(folder)
         self.summary = report.summarise(folder)
-        self.about = _json(self.folder / "run.json")
-        self.config = _json(self.folder / "config.json")
+        self.about = read_json(self.folder / "run.json")
+        self.config = read_json(self.folder / "config.json")
 
     @property
     def asynchronous(self) -> bool:
@@ -124,6 +126,11 @@ class RunFacts:
     def rounds(self) -> dict[int, list[Record]]:
         """The outer rounds that each island recorded."""
         return {i: of_kind(records, "round") for i, records in self.islands.items()}
+
+    @cached_property
+    def digests(self) -> dict[int, dict[int, str]]:
+        """By island, the digest after each round that it committed."""
+        return {i: committed_digests(records) for i, records in self.islands.items()}
 
     @cached_property
     def committed(self) -> list[Record]:
@@ -200,6 +207,12 @@ class RunFacts:
             corpus: [(float(r.get("tokens", self.tokens(position(r)))), r["loss"]) for r in validated]
             for corpus, validated in found.items()
         }
+
+    @cached_property
+    def validations(self) -> dict[str, dict[int, float | None]]:
+        """By corpus, the loss of the anchor by step of the run at which it was validated."""
+        found = anchors([r for records in self.islands.values() for r in records])
+        return {corpus: {position(r): r["loss"] for r in validated} for corpus, validated in found.items()}
 
     @cached_property
     def decisions(self) -> list[Decision]:
@@ -339,29 +352,13 @@ def _step_and_text(text: str) -> tuple[int | None, str]:
     return (int(head[5:]), rest) if told_step else (None, text)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file of a run says; empty if it is not there or no json object."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def differences(runs: list[RunFacts]) -> list[tuple[str, list[str]]]:
-    """The fields of the configs that are not the same in all runs: dotted name, and the value in each."""
-    each = [{name: json.dumps(value) for name, value in flat(run.config).items()} for run in runs]
-    return _differing(each, sorted({name for config in each for name in config}))
-
-
-def decided_differently(runs: list[RunFacts]) -> list[tuple[str, list[str]]]:
-    """What of schedule, mixes and orders is not the same in all runs: its name, and what it is in each."""
-    each = [run.decided for run in runs]
-    return _differing(each, list(dict.fromkeys(name for run in each for name in run)))
-
-
-def _differing(each: list[dict[str, str]], names: list[str]) -> list[tuple[str, list[str]]]:
-    rows = [(name, [one.get(name, "(absent)") for one in each]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 def thinned(points: list[tuple[float, float]], most: int = 800) -> list[tuple[float, float]]:

@@ -8,35 +8,33 @@ from html import escape
 from pathlib import Path
 
 import megatron_wsd
-from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.lineage import children, root_of
-from megatron_wsd.records import island_folders
-from megatron_wsd.report import has_steps, human_bytes, summarise, why_other_tokens
-from megatron_wsd.reporting import charts
-from megatron_wsd.reporting.facts import RunFacts, decided_differently, differences
-from megatron_wsd.reporting.pieces import Html, duration, figure, number, percent, table, when
+from megatron_wsd.histories import OUT_OF_IT
+from megatron_wsd.report import has_steps, human_bytes, why_other_tokens
+from megatron_wsd.reporting import charts, checkpoints, compare
+from megatron_wsd.reporting.facts import RunFacts
+from megatron_wsd.reporting.pieces import Html, duration, figure, folded, number, percent, table, when
+from megatron_wsd.reporting.several import gone_apart, of_one_run
 from megatron_wsd.reporting.style import STYLE
-from megatron_wsd.rundir import RunDir
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def write_page(run_dir: Path, out: Path, compare: Sequence[Path] = ()) -> None:
+def write_page(run_dir: Path, out: Path, others: Sequence[Path] = ()) -> None:
     """Write the page of a run, perhaps beside others.
 
     Args:
         run_dir: the run folder.
         out: the html file; its folder must be there.
-        compare: folders of other runs.
+        others: folders of runs to compare it with, or of other islands of the same run.
 
     Raises:
         ConfigError: in one of the folders no step is logged.
     """
-    for folder in (run_dir, *compare):
+    for folder in (run_dir, *others):
         if not has_steps(folder):
             raise ConfigError("RUN", "a run folder in which steps are logged", f"{folder}, which has none")
-    text = page([RunFacts(Path(folder)) for folder in (run_dir, *compare)])
+    text = page([RunFacts(Path(folder)) for folder in (run_dir, *others)])
     temporary = out.with_name(f".{out.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(out)
@@ -52,8 +50,8 @@ def page(runs: Sequence[RunFacts]) -> str:
         ("exchange", "Bytes and utilisation", _exchange(run)),
         ("faults", "Faults survived", _faults(run)),
         ("data", "Data committed", _consumed(run)),
-        ("checkpoints", "Checkpoints and lineage", _checkpoints(run)),
-        ("compare", "Compared runs", _compare(runs) if len(runs) > 1 else ""),
+        ("checkpoints", "Checkpoints and lineage", checkpoints.section(run)),
+        ("compare", "Compared runs", compare.section(runs) if len(runs) > 1 else ""),
         ("config", "Config", _config(run)),
     ]
     parts = [part for part in parts if part[2]]
@@ -65,7 +63,7 @@ def page(runs: Sequence[RunFacts]) -> str:
         # The browser itself refuses to fetch anything.
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(run.name)} - megatron_wsd</title><style>{STYLE}</style></head><body><main>"
-        f"{_head(run)}<nav>{links}</nav>{sections}"
+        f"{_head(run)}{_apart(runs)}<nav>{links}</nav>{sections}"
         f'<p class="note">Written by megatron_wsd {megatron_wsd.__version__} on {when(None)}.</p>'
         "</main></body></html>\n"
     )
@@ -76,17 +74,22 @@ def page(runs: Sequence[RunFacts]) -> str:
 
 def _head(run: RunFacts) -> str:
     summary, about = run.summary, run.about
-    islands = len(summary["islands"])
+    islands = len(summary["islands"]) + len(summary["elsewhere"])
     parts = [f"{summary['parameters']:,} parameters"] if summary["parameters"] else []
     ranks = f" of {about['ranks']} rank{'s' * (about['ranks'] != 1)}" if about.get("ranks") else ""
     parts.append(f"{islands} island{'s' * (islands != 1)}{ranks}")
+    if away := [str(other["island"]) for other in summary["elsewhere"]]:
+        which = f"island{'s' * (len(away) > 1)} {', '.join(away)}"
+        parts.append(f"no records here of {which}")
     parts.append("asynchronous rounds" if run.asynchronous else "synchronous rounds")
     parts += [f"begun {when(run.begun)}"] if run.begun else []
     void = max((i["rounds_void"] for i in summary["islands"]), default=0)
     went = sum(f.count for f in run.faults if f.what == "island gone")
     heals = sum(i["heals"] for i in summary["islands"])
     ends = ", ".join(dict.fromkeys(_END.get(i["end"], i["end"]) for i in summary["islands"]))
-    kind = "of the anchor, mean over corpora" if summary["anchor"] else "of training"
+    each = [f"{corpus} {number(a['loss'])}" for corpus, a in summary["anchor"].items()]
+    kind = f"of the anchor on {each[0].rpartition(' ')[0]}" if len(each) == 1 else "of training"
+    kind = f"of the anchor, mean of {' and '.join(each)}" if len(each) > 1 else kind
     inherited, up, wall = (summary[k] for k in ("tokens_inherited", "running_seconds", "wall_seconds"))
     own = f"; {summary['tokens'] - inherited:,} its own" if inherited else ""
     local = "" if summary["tokens_are"] == "committed" else ", with local progress"
@@ -96,7 +99,11 @@ def _head(run: RunFacts) -> str:
         ("Tokens", f"{summary['tokens']:,}", f"{summary['tokens_are']} over all islands{local}{own}"),
         ("Time running", duration(up), over + ends),
         ("Outer rounds", f"{summary['rounds_committed']:,}", f"committed; {void:,} void"),
-        ("Exchanged", human_bytes(summary["bytes_exchanged"]), "all ranks, sent and received"),
+        (
+            "Exchanged",
+            human_bytes(summary["bytes_exchanged"]),
+            f"all ranks{' with records here' if away else ''}, sent and received",
+        ),
         (
             "Utilisation",
             percent(run.utilisation),
@@ -109,6 +116,21 @@ def _head(run: RunFacts) -> str:
     )
     lead = escape(", ".join(parts))
     return f'<h1>{escape(run.name)}</h1><p class="lead">{lead}</p><dl class="tiles">{cells}</dl>'
+
+
+def _apart(runs: Sequence[RunFacts]) -> str:
+    """A warning if islands of the run have histories of their own."""
+    split = gone_apart(runs)
+    if split is None:
+        return ""
+    ends = [
+        f"island {i['island']} to round {max(run.digests[i['island']])}, {_END.get(i['end'], i['end'])}"
+        for run in of_one_run(runs)
+        for i in run.summary["islands"]
+        if any(i["island"] in side for side in split.sides)
+    ]
+    text = f"{str(split)[0].upper()}{str(split)[1:]} ({'; '.join(ends)})"
+    return f'<p class="warning" role="alert"><strong>{escape(text)}.</strong> {escape(OUT_OF_IT)}</p>'
 
 
 _END = {"finish": "finished", "stop": "stopped and saved"}
@@ -150,9 +172,18 @@ def _islands(run: RunFacts) -> str:
                 _END.get(island["end"], island["end"]),
             ]
         )
+    for other in run.summary["elsewhere"]:
+        took_part = other["rounds_committed"]
+        rows.append([other["island"], "-", "-", took_part, *["-"] * 4, "no records here"])
     steps = "steps of its own" if run.asynchronous else "steps"
     head = ["island", steps, "training loss", "rounds", "void", "alone", "healed", "starts", "end"]
-    return table(head, rows, "", range(8))
+    note = (
+        "The rounds of an island without records here are those in which the others name it. Its losses, "
+        "bytes, time and faults are not on this page."
+    )
+    return table(head, rows, "", range(8)) + (
+        f'<p class="note">{note}</p>' if run.summary["elsewhere"] else ""
+    )
 
 
 def _staleness(run: RunFacts) -> str:
@@ -254,101 +285,9 @@ def _consumed(run: RunFacts) -> str:
     return drawn + (f'<p class="note">{note}</p>' if note else "")
 
 
-def _checkpoints(run: RunFacts) -> str:
-    rows = []
-    own_steps = run.asynchronous
-    for island, folder in island_folders(run.folder).items():
-        store = CheckpointStore(folder / "checkpoints", 2)
-        for path in sorted(store.root.glob("step_" + "[0-9]" * 8)):
-            step = int(path.name.removeprefix("step_"))
-            content = store.manifest(step)
-            if content is None:
-                torn = Html('<span class="bad">torn, ignored</span>')
-                rows.append([island, step, *["-"] * (3 + own_steps), torn])
-                continue
-            size = human_bytes(sum(content["files"].values()))
-            written = when((path / "checkpoint.json").stat().st_mtime)
-            tokens = f"{content['tokens']:,}" if "tokens" in content else "-"
-            at = [content.get("schedule", {}).get("position", "-")] * own_steps
-            rows.append([island, step, *at, content.get("outer_step", "-"), tokens, size, written])
-    head = ["island", *(["own step", "step of the run"] if own_steps else ["step"])]
-    head += ["round", "tokens", "size", "complete since"]
-    kept = table(head, rows, "Checkpoints on disk", range(len(head) - 1))
-    kept = kept if rows else "<p>No checkpoint on disk.</p>"
-    return kept + _lineage(run)
-
-
-def _lineage(run: RunFacts) -> str:
-    own = RunDir(run.folder)
-    if not own.run_json.is_file():
-        return ""
-
-    def label(path: Path, name: str, origin: str) -> str:
-        text = escape(f"{name}{origin}")
-        if path == run.folder:
-            text = f'<span class="here">{text}</span> (this run)'
-        if not (path / "run.json").is_file():
-            return f'{text}: <span class="bad">its folder is gone</span>'
-        if not has_steps(path):
-            return f"{text}: not trained yet"
-        found = summarise(path)
-        losses = ", ".join(f"{c} {number(a['loss'])}" for c, a in sorted(found["anchor"].items()))
-        return f"{text}: step {found['position']:,}, {found['tokens']:,} tokens" + (
-            escape(f"; anchor {losses}") if losses else ""
-        )
-
-    def grow(path: Path, name: str, origin: str) -> str:
-        run_dir = RunDir(path)
-        below = "".join(grow(c.path, c.name, f", from step {c.position}") for c in children(run_dir))
-        return f"<li>{label(path, name, origin)}{f'<ul>{below}</ul>' if below else ''}</li>"
-
-    root = root_of(own)
-    return f'<h3>Lineage</h3><ul class="tree">{grow(root.path, root.path.name, "")}</ul>'
-
-
-def _compare(runs: Sequence[RunFacts]) -> str:
-    names = _names(runs)
-    rows = [
-        [
-            name,
-            number(run.loss),
-            f"{run.summary['tokens']:,}",
-            f"{run.summary['rounds_committed']:,}",
-            human_bytes(run.summary["bytes_exchanged"]),
-            duration(run.summary["running_seconds"]),
-            percent(run.utilisation),
-        ]
-        for name, run in zip(names, runs, strict=True)
-    ]
-    head = ["run", "final loss", "tokens", "rounds", "exchanged", "time running", "utilisation"]
-    results = table(head, rows, "", range(1, 7))
-    changed = [[Html(f"<code>{escape(field)}</code>"), *values] for field, values in differences(list(runs))]
-    diff = (
-        table(["field", *names], changed, "Fields of the configs that differ")
-        if changed
-        else "<p>The configs are equal, field by field.</p>"
-    )
-    decided = [[field, *values] for field, values in decided_differently(list(runs))]
-    if decided:
-        diff += table(["", *names], decided, "Schedule, mixes and orders that differ, in steps of the run")
-    elif any(run.decided for run in runs):
-        diff += "<p>Schedule, mixes and orders are equal.</p>"
-    caption = "Training is the mean over islands, smoothed; points are validations of the anchor."
-    return figure(charts.comparison(runs), caption) + results + diff
-
-
-def _names(runs: Sequence[RunFacts]) -> list[str]:
-    """Names of the folders, with their parents where two are equal."""
-    plain = [run.name for run in runs]
-    return [
-        name if plain.count(name) == 1 else f"{run.folder.parent.name}/{name}"
-        for name, run in zip(plain, runs, strict=True)
-    ]
-
-
 def _config(run: RunFacts) -> str:
     if not run.config:
         return ""
     text = escape(json.dumps(run.config, indent=2))
-    digest = escape(str(run.about.get("config_digest", "-")))
-    return f"<details><summary>config.json, digest {digest}</summary><pre>{text}</pre></details>"
+    digest = run.about.get("config_digest", "-")
+    return folded(f"config.json, digest {digest}", f"<pre>{text}</pre>")

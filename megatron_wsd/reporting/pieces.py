@@ -44,6 +44,11 @@ def figure(svg: str, caption: str) -> str:
     return f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
 
 
+def folded(summary: str, inner: str) -> str:
+    """What is shown when its line is clicked."""
+    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+
+
 def number(value: float | None, form: str = ".3f") -> str:
     """A number, or a dash for none."""
     return "-" if value is None else format(value, form)

@@ -69,5 +69,10 @@ ul.tree, ul.tree ul { list-style: none; padding-left: 1.2rem; margin: .2rem 0;
   border-left: 1px solid var(--line); }
 ul.tree { padding-left: 0; border-left: 0; }
 .here { font-weight: 600; }
+.warning { max-width: none; border: 1px solid var(--bad); border-left-width: .4rem; border-radius: .5rem;
+  padding: .7rem .9rem; margin: 1rem 0; }
+.warning strong { color: var(--bad); }
+details { margin: .5rem 0; }
+summary { cursor: pointer; font-size: .9rem; color: var(--link); }
 .bad { color: var(--bad); }
 """

@@ -154,6 +154,31 @@ def faulty(folder: Path) -> Path:
     return write(folder, {0: [both[0], *zero], 1: [both[0], *first, *back, *one]})
 
 
+def validated(
+    folder: Path, first: int, last: int, corpora: dict[str, float], branch_of: Path | None = None
+) -> Path:
+    """One island logs every second step and validates every tenth.
+
+    Args:
+        folder: of the run.
+        first: step at which it begins.
+        last: step at which it ends.
+        corpora: what is added to the loss on each.
+        branch_of: folder of its parent, beside its own.
+    """
+    records: list[dict[str, Any]] = [start(first, 0.0)]
+    for n in range(first + 1, last + 1):
+        records += [step(n, 5.0 - 0.01 * n)] if n % 2 == 0 else []
+        if n % 10 == 0:
+            records += [evaluated(n, corpus, 4.0 - 0.01 * n + d) for corpus, d in corpora.items()]
+    write(folder, {0: records})
+    if branch_of is not None:
+        facts = json.loads((folder / "run.json").read_text())
+        facts["parent"] = {"path": f"../{branch_of.name}", "position": first, "tokens": 1000 * first}
+        (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
 _CORPORA = {"broad": 0.0, "high_quality": 0.1}
 
 

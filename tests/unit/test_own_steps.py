@@ -22,8 +22,9 @@ from megatron_wsd.curves import of_run
 from megatron_wsd.data.sampler import MixSampler
 from megatron_wsd.errors import CheckpointError
 from megatron_wsd.lineage import Parent, began, children, own_orders
-from megatron_wsd.reporting.facts import RunFacts, decided_differently
+from megatron_wsd.reporting.facts import RunFacts
 from megatron_wsd.reporting.page import page
+from megatron_wsd.reporting.several import decided_differently
 from megatron_wsd.reporting.status import RunStatus
 from megatron_wsd.rundir import RunDir, open_run
 from megatron_wsd.schedule import Schedule
@@ -164,7 +165,7 @@ def test_a_branch_begins_where_the_newest_state_of_its_parent_stands(run: RunDir
     ControlFolder(run.path).settle([])
     said = cli("branch", f"{run.path}@37", "--name", "late", "--decay-steps", 12)
     assert "at step 33, which is what was committed in 9 rounds" in said
-    assert "(island 0 at its step 10, island 1 at its step 10)" in said
+    assert "(island 0 at its step 10 and to be healed from round 1 on, island 1 at its step 10)" in said
     child = RunDir(run.path.with_name("base-late"))
     parent = Parent.of(child)
     assert parent is not None and (parent.position, began(child)) == (33, 33)

@@ -15,6 +15,8 @@ import run_folders as folders
 from matplotlib.image import imread
 
 from megatron_wsd.reporting.page import write_page
+from megatron_wsd.rundir import RunDir
+from megatron_wsd.schedule import Schedule
 
 BROWSER = next(
     filter(
@@ -108,6 +110,25 @@ def test_an_asynchronous_page_with_many_decisions(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "".join(json.dumps(r) + "\n" for r in orders))
     write_page(run, tmp_path / "r.html")
     assert looked_at(tmp_path, tmp_path / "r.html", 1280)["wrong"] == []
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_branch_beside_its_parent_with_a_warning_and_folded_checkpoints(tmp_path: Path, width: int) -> None:
+    parent = folders.validated(tmp_path / "a-run-with-quite-a-long-name", 0, 300, {"broad": 0.0, "web": 0.1})
+    corpora = {"broad": 0.05, "web": 0.1, "code": -0.8}
+    branch = folders.validated(tmp_path / f"{parent.name}-code", 200, 240, corpora, parent)
+    file = parent / "island_0" / "metrics.jsonl"
+    for island, digest in enumerate("ab"):
+        last = folders.outer(300, 30, digest=16 * digest)
+        (parent / f"island_{island}").mkdir(exist_ok=True)
+        (parent / f"island_{island}" / file.name).write_text(f"{file.read_text()}{json.dumps(last)}\n")
+    for n in range(10, 101, 10):
+        folders.checkpoint(RunDir(parent), 0, n, Schedule(5))
+    write_page(parent, tmp_path / "r.html", [branch])
+    assert "<details><summary>7 older ones" in (tmp_path / "r.html").read_text()
+    assert 'class="warning"' in (tmp_path / "r.html").read_text()
+    told = looked_at(tmp_path, tmp_path / "r.html", width)
+    assert told["wrong"] == [] and told["svgs"] == 6
 
 
 def test_a_screenshot_in_light_and_in_dark(tmp_path: Path, written: Path) -> None:
