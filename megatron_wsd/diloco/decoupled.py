@@ -80,7 +80,7 @@ class Decoupled(OuterLoop):
             lambda: self._position,
             self.island,
             sync.poll_s,
-            Patience(self._config),
+            Patience(self._config, self.island),
             self._seat.watch,
         )
         self._state.residence.finish()  # all that has been made so far, on the stream of this thread
