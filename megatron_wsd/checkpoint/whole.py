@@ -1,9 +1,9 @@
-"""Whether the files of a checkpoint are what was written. Imports no torch.
+"""Whether the files of a checkpoint are what was written. Imports torch only for files of its format.
 
 What vouches for what:
 
 - DeepSpeed's ``*.pt``: `torch.save` writes zip archives whose every record, the pickle too, has a CRC32,
-  which `torch.load` does not look at. Padding, and dates and attributes of records, have none and do no harm.
+  which `torch.load` does not look at. Padding and dates of records have none, and do no harm.
 - outer state and random states of each rank: a CRC32 in ``checkpoint.json``.
 - ``outer/manifest.json``: likewise. It is checked whenever the checkpoint is looked at, since its numbers say
   where a run stands.
@@ -27,6 +27,7 @@ from megatron_wsd.errors import DamagedError
 
 SEAL = "seal"
 _CHUNK = 1 << 24
+_IS_FOLDER = 0x10  # of MS-DOS; torch gives such a record no bytes
 
 
 def crc_of(path: Path) -> int:
@@ -86,21 +87,35 @@ def check_zip(path: Path) -> None:
     pickle without checksums: nothing is known of it.
 
     Raises:
-        DamagedError: it is no zip archive, or one with a record that is not what was written.
+        DamagedError: it is no zip archive that torch could open, or one with a record that is not what was
+            written.
         OSError: it cannot be read.
     """
+    import torch
+
     with path.open("rb") as file:
         if file.read(1) == b"\x80":
             return
     try:
+        torch._C.PyTorchFileReader(str(path))  # it is stricter with the directory of the archive
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
+            bad = archive.testzip() or _misread(archive)
     except Exception as e:  # of many kinds: what is damaged may be an offset, a method, a flag, a name
         if isinstance(e, OSError) and e.errno != errno.EINVAL:  # that is how a wrong offset shows
             raise
         raise DamagedError(str(path), "a whole zip archive", f"{type(e).__name__}: {e}") from None
     if bad is not None:
         raise DamagedError(str(path), "records with the checksums they were written with", f"another {bad}")
+
+
+def _misread(archive: zipfile.ZipFile) -> str | None:
+    """A record that torch reads as another one, or leaves unread, though all checksums hold."""
+    seen: set[str] = set()
+    for record in archive.infolist():
+        if record.filename in seen or record.external_attr & _IS_FOLDER:
+            return record.filename
+        seen.add(record.filename)
+    return None
 
 
 def first_damage(folder: Path, names: Iterable[str], crcs: Mapping[str, str]) -> DamagedError | None:

@@ -124,7 +124,9 @@ class Patience:
 
     def _note_dropped(self, result: RoundResult) -> None:
         decision, fragment = result.decision, result.fragment
-        if decision is None or self._island in decision.contributors:
+        if decision is None:
+            return
+        if self._island in decision.contributors:
             self._dropped.pop(fragment, None)
         elif self._island in decision.dropped:
             self._dropped[fragment] = self._dropped.get(fragment, 0) + 1
