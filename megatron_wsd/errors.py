@@ -67,6 +67,10 @@ class CheckpointError(FieldError):
     """A checkpoint that is torn, missing or belongs to something else."""
 
 
+class DamagedError(CheckpointError):
+    """Files of a checkpoint that are not what was written; an older checkpoint may be whole."""
+
+
 class NativeError(FieldError):
     """A buffer that must not cross into the C++ extension, or an extension that is not there."""
 
@@ -77,6 +81,10 @@ class IslandError(FieldError):
 
 class GaveUp(IslandError):
     """Too many void rounds in a row. The state of this island is whole and can be saved."""
+
+
+class NotFiniteError(IslandError):
+    """What an island trains holds NaN or Inf, and does not recover. Its state must not be saved."""
 
 
 class StopRequested(MegatronWSDError):

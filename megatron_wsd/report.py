@@ -117,6 +117,7 @@ def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
         "rounds_void": sum(is_void(r) for r in rounds),
         "rounds_alone": sum(r["committed"] and r["islands"] == [number] for r in rounds) if others else 0,
         "bytes_exchanged": sum(r.get("island_bytes", 0) for r in rounds),
+        "dropped": sum(r.get("event") == "void" and r.get("island") == number for r in records),
         "heals": sum(r["kind"] == "event" and r["event"] == "heal" for r in records),
         "starts": sum(r["kind"] == "start" for r in records),
         "end": ends[-1] if ends else "cut short",
@@ -214,16 +215,17 @@ def _minutes(seconds: float) -> str:
 
 
 def _island_line(island: dict[str, Any], *, own: bool) -> str:
-    if island["loss_start"] is None:
+    if island["last_step"] == 0:
         return "no step logged"
     parts = [
-        f"training loss {island['loss_start']:.3f} -> {_loss(island['loss_end'])}",
+        f"training loss {_loss(island['loss_start'])} -> {_loss(island['loss_end'])}",
         f"{island['last_step']} steps{' of its own' if own else ''}",
         {"finish": "finished", "stop": "stopped and saved"}.get(island["end"], island["end"]),
     ]
     parts += [f"{island['starts']} starts"] * (island["starts"] > 1)
     parts += [f"healed {island['heals']} x"] * (island["heals"] > 0)
     parts += [f"{island['rounds_alone']} rounds alone"] * (island["rounds_alone"] > 0)
+    parts += [f"{island['dropped']} contributions dropped for NaN or Inf"] * (island["dropped"] > 0)
     return ", ".join(parts)
 
 
@@ -233,7 +235,7 @@ def _void(islands: list[dict[str, Any]]) -> str:
 
 
 def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3f}"
+    return "nan" if value is None else f"{value:.3f}"  # json has no NaN
 
 
 def human_bytes(count: float) -> str:

@@ -131,15 +131,14 @@ def starting_point(run_dir: Path, island: int, config: Config) -> Start:
 
 
 def _refuse_torn(run: RunDir, island: int, count: int) -> None:
-    """An island whose checkpoints are all torn begins afresh only if another one's will heal it."""
-    root = run.island(island) / "checkpoints"
-    torn = sorted(entry.name for entry in root.glob("step_????????")) if root.is_dir() else []
-    if not torn or any(_store(run, i).steps() for i in range(max(count, island + 1))):
+    """An island whose checkpoints are all damaged begins afresh only if another one's will heal it."""
+    lost = _store(run, island).lost()
+    if not lost or any(_store(run, i).steps() for i in range(max(count, island + 1))):
         return
     raise CheckpointError(
-        str(root),
+        str(_store(run, island).root),
         "a complete checkpoint, here or of another island of this run",
-        f"{', '.join(torn)}, torn",
+        f"{', '.join(lost)}, damaged",
         "Restore the files of one of them, or begin anew in another --run-dir.",
     )
 

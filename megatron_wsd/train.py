@@ -18,7 +18,9 @@ from typing import Any
 
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.control import Order
-from megatron_wsd.errors import GaveUp, MegatronWSDError, StopRequested
+from megatron_wsd.diloco.watch import LossWatch
+from megatron_wsd.errors import GaveUp, MegatronWSDError, NotFiniteError, StopRequested
+from megatron_wsd.fallback import refuse_unhealed, whole_start
 from megatron_wsd.lineage import Parent
 from megatron_wsd.metrics import say, set_up_logging
 from megatron_wsd.models.utilisation import Window, peak_tflops, utilisation, was_clipped
@@ -176,22 +178,15 @@ class Trainer:
         self._peak_tflops = self.config.log.peak_tflops or known
 
     def _attach(self, resume: bool) -> None:
-        import torch
-
         from megatron_wsd.checkpoint.run import RunCheckpoints
         from megatron_wsd.diloco.loop import attach
 
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config, self.built.inner.family)
-        choice = [Start()]
-        if resume:
-            if self.rank == 0:
-                choice = [starting_point(self.run_dir, self.address.island, self.config)]
-            torch.distributed.broadcast_object_list(choice, src=0)
-        start = choice[0]
-        folder, begins = start.folder, None
-        if resume and folder is None:
-            log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
-        store = self.checkpoints.store
+        start, damaged = self._choose_start() if resume else (Start(), [])
+        folder, begins, store = start.folder, None, self.checkpoints.store
+        self._must_be_healed = resume and folder is None
+        if self._must_be_healed:
+            log.warning("--resume: no complete checkpoint in %s, starting fresh", store.root)
         own = store.steps()[-1:]
         if self.rank == 0 and folder is not None and own and folder != store.folder(own[0]):
             say(f"goes back from its step {own[0]} to {folder.name}, the newest that all islands have")
@@ -219,6 +214,9 @@ class Trainer:
             resumed=folder is not None,
             **self.feed.facts(),
         )
+        for text in damaged:  # told at once
+            self.metrics.write("event", event="damaged", step=self.outer.inner_step, message=text)
+        self._losses = LossWatch(self.config, self.address.island, self.outer.group)
         if self.rank == 0:
             how = f"resumed at {self._where()}" if folder else "fresh"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
@@ -230,6 +228,28 @@ class Trainer:
                 f"outer {self.config.outer.optimizer} at {self.config.outer.lr:g}"
             )
             say(f"inner optimizer: {self.built.inner}; layers: {self.built.spec}")
+
+    def _choose_start(self) -> tuple[Start, list[str]]:
+        """Where to begin, of what is whole; and what is damaged, which is said on the console."""
+        import torch
+        from megatron.core import parallel_state
+
+        def everyone(own: Any) -> list[Any]:
+            each: list[Any] = [None] * self.ranks
+            torch.distributed.all_gather_object(each, own)
+            return each
+
+        store, piece = self.checkpoints.store, parallel_state.get_tensor_model_parallel_rank()
+        start, damaged = whole_start(
+            store,
+            lambda: starting_point(self.run_dir, self.address.island, self.config),
+            lambda folder: self.checkpoints.damage(folder, self.rank, self.reader, piece),
+            everyone,
+            first=self.rank == 0,
+        )
+        for text in damaged if self.rank == 0 else ():
+            say(text)
+        return start, damaged
 
     def _begin_branch(self, parent: Parent) -> int:
         """What a branch does once, when it begins from its parent's checkpoint: its own decay.
@@ -272,6 +292,9 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.outer.meet()
+        if self._must_be_healed:
+            store = self.checkpoints.store
+            refuse_unhealed(store.root, self.outer.group.share(store.lost()), self.outer.outer_step)
         self.feed.note(self.outer, self.outer.last_round)  # a round that it was stopped before
         self.feed.note_earlier(self.outer)
         self.outer.alive(_LONGEST_START_S)
@@ -314,7 +337,9 @@ class Trainer:
             losses.append(loss.detach())
         assert self.config.model is not None
         tokens_of_step = self.config.island_batch * self.config.model.seq_length
-        self._window.add(torch.stack(losses).mean(), tokens_of_step)
+        mean = torch.stack(losses).mean()
+        self._window.add(mean, tokens_of_step)
+        self._losses.add(mean)
         self._step_outer(tokens_of_step)
         self._log_step(step + 1, lr, phase)
 
@@ -332,6 +357,8 @@ class Trainer:
             self._evaluate("local")
         result = self.outer.step(tokens=tokens)
         self.feed.note(self.outer, result)
+        if result is not None:
+            self._losses.check()
         if result is not None and every > 0 and self.config.sync.mode == "async":
             # Rank 0 says which round it is: others may have seen a newer one already.
             (now,) = self.outer.group.broadcast([self.outer.outer_step // every])
@@ -350,7 +377,15 @@ class Trainer:
             self.feed.note(self.outer, self.outer.finish())
             if self._validated != ("anchor", self.outer.outer_step):
                 self._evaluate("anchor", self.outer.committed())
-        self._save()
+        saved = self._save()
+        self._losses.check(ended=True)
+        if not saved:
+            raise NotFiniteError(
+                f"island {self.address.island}",
+                "finite weights and moments at its end",
+                "NaN or Inf, which are not saved",
+                "Go on with --resume: its newest checkpoint is finite.",
+            )
         step = self.outer.inner_step
         if over:
             self.metrics.event("finish", step, f"finished at {self._where()}", tokens=self.outer.tokens)
@@ -425,10 +460,18 @@ class Trainer:
                 say(f"validation of the {target} on {corpus}: {loss:.4f} nats/token")
         self.engine.train()
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Write a checkpoint; False if weights or inner moments are not finite, and none is written."""
+        from megatron_wsd.shards.zero3 import is_finite
+
         step = self.outer.inner_step
+        if not self.outer.group.all_agree(is_finite(self.engine)):
+            told = "no checkpoint: weights or moments of the inner optimizer hold NaN or Inf"
+            self.metrics.event("unsaved", step, f"step {self.metrics.at(step)}: {told}")
+            return False
         self.outer.alive(_LONGEST_SAVE_S)
         self.checkpoints.save(self.engine, self.outer, self.feed.sampler, self.feed.ledger, step)
         self.outer.alive()
         own = "" if self.config.sync.mode == "sync" else "own "
         self.metrics.event("checkpoint", step, f"checkpoint of {own}step {step} complete")
+        return True

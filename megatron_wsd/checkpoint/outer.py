@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wsd import __version__
 from megatron_wsd.config import Config
 from megatron_wsd.diloco.agree import to_int64
-from megatron_wsd.errors import CheckpointError
+from megatron_wsd.errors import CheckpointError, DamagedError
 from megatron_wsd.files import replace_file, write_json_atomic
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ _DAMAGED = (
 MANIFEST = "manifest.json"
 
 
-def _rank_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
+    """Name of the file with the tensors of a rank."""
     return f"outer_rank{rank:05d}.safetensors"
 
 
@@ -52,6 +53,7 @@ def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None
     """Run ``action`` on every rank; if it fails on one, raise on all.
 
     Raises:
+        DamagedError: on every rank, if that is all that was found on any.
         CheckpointError: on every rank; with the cause on the rank that failed.
     """
     from safetensors import SafetensorError
@@ -61,8 +63,13 @@ def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None
         action()
     except (OSError, CheckpointError, SafetensorError) as e:
         cause = e
-    if group.all_agree(cause is None):
+    own = 0 if cause is None else 1 if isinstance(cause, DamagedError) else 2
+    worst = max(row[0] for row in group.gather([own]))
+    if worst == 0:
         return
+    kind = DamagedError if worst == 1 else CheckpointError
+    if own != worst:
+        raise kind(str(what), "success on every rank", "a failure on another rank", "See its message.")
     if isinstance(cause, CheckpointError):
         raise cause
     if cause is not None:
@@ -72,7 +79,6 @@ def agreed(group: IslandGroup, what: Path, action: Callable[[], object]) -> None
             f"{type(cause).__name__}: {cause}",
             "Free space or mend the file system; complete checkpoints are untouched.",
         ) from cause
-    raise CheckpointError(str(what), "success on every rank", "a failure on another rank", "See its message.")
 
 
 def save_outer(
@@ -99,7 +105,7 @@ def save_outer(
     from safetensors.torch import save_file
 
     digests = [row[0] for row in group.gather([to_int64(state.digest())])]
-    target, manifest = folder / _rank_file(group.rank), folder / MANIFEST
+    target, manifest = folder / rank_file(group.rank), folder / MANIFEST
     part = target.with_suffix(".part")
 
     def write() -> None:
@@ -136,7 +142,8 @@ def load_outer(
         The extra facts given to `save_outer`.
 
     Raises:
-        CheckpointError: torn, damaged, or of another model, outer optimizer or number of ranks.
+        DamagedError: torn or damaged; ``state`` and ``own`` are to be thrown away.
+        CheckpointError: of another model, outer optimizer or number of ranks.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -149,9 +156,9 @@ def load_outer(
         )
         for key, value in _kind(config).items():
             _same(folder, key, manifest["outer"][key], value, "Resume with the config of the run.")
-        path = folder / _rank_file(group.rank)
+        path = folder / rank_file(group.rank)
         if not path.exists():
-            raise CheckpointError(str(path), "this rank's part of the outer state", "no such file")
+            raise DamagedError(str(path), "this rank's part of the outer state", "no such file")
         with safe_open(str(path), framework="pt", device="cpu") as file:
             saved = json.loads(file.metadata()["segments"])
             for theirs, mine in zip(saved, _segments(state), strict=False):
@@ -172,14 +179,15 @@ def load_outer(
         state.forget_digest()
         state.take_counters(manifest["counters"])
         digest = f"{state.digest() & ((1 << 64) - 1):016x}"
-        _same(path, "digest", manifest["digests"][group.rank], digest, _DAMAGED)
+        if digest != (wrote := manifest["digests"][group.rank]):
+            raise DamagedError(f"{path}: digest", f"{wrote}, with which it was saved", digest, _DAMAGED)
 
     def read_whole() -> None:
         try:
             read()
         except SafetensorError as e:
-            path = folder / _rank_file(group.rank)
-            raise CheckpointError(str(path), "a whole safetensors file", str(e), _DAMAGED) from None
+            path = folder / rank_file(group.rank)
+            raise DamagedError(str(path), "a whole safetensors file", str(e), _DAMAGED) from None
 
     agreed(group, folder, read_whole)
     return dict(manifest["extra"])
@@ -193,9 +201,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
-        raise CheckpointError(str(folder), f"a {MANIFEST}", "none: it was not written to its end") from None
-    except json.JSONDecodeError as e:
-        raise CheckpointError(str(folder / MANIFEST), "valid json", str(e), _DAMAGED) from None
+        raise DamagedError(str(folder), f"a {MANIFEST}", "none: it was not written to its end") from None
+    except ValueError as e:
+        raise DamagedError(str(folder / MANIFEST), "valid json", str(e), _DAMAGED) from None
     _same(folder, "format", manifest.get("format"), FORMAT, "Use the version that wrote it.")
     return dict(manifest)
 

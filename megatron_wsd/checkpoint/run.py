@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wsd import __version__
-from megatron_wsd.checkpoint.outer import MANIFEST as OUTER_MANIFEST
-from megatron_wsd.checkpoint.outer import agreed
+from megatron_wsd.checkpoint.outer import agreed, rank_file
 from megatron_wsd.checkpoint.standing import Standing
-from megatron_wsd.checkpoint.store import MANIFEST, CheckpointStore
+from megatron_wsd.checkpoint.store import MANIFEST, OUTER_MANIFEST, CheckpointStore
+from megatron_wsd.checkpoint.whole import crc_of, first_damage
 from megatron_wsd.config import Config
-from megatron_wsd.errors import CheckpointError, MegatronWSDError
+from megatron_wsd.errors import CheckpointError, DamagedError, MegatronWSDError
 from megatron_wsd.files import replace_file
 from megatron_wsd.lineage import before_decay, pinned_steps
 from megatron_wsd.rundir import RunDir
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_wsd.diloco.loop import OuterLoop
 
 _ENGINE_TAG = "state"
+_ENGINE = f"engine/{_ENGINE_TAG}"
 
 
 def stable_steps(run: RunDir, island: int, config: Config) -> set[int]:
@@ -84,6 +86,11 @@ class RunCheckpoints:
             _save_engine(engine, staging)
             outer.save(staging / "outer")
             agreed(group, staging, lambda: _save_random(staging, group.rank))
+            sums: list[int] = []
+            names = _own_files(group.rank)
+            agreed(group, staging, lambda: sums.extend(crc_of(staging / name) for name in names))
+            each = enumerate(group.gather(sums))
+            crcs = {n: f"{c:08x}" for rank, row in each for n, c in zip(_own_files(rank), row, strict=True)}
             content = {
                 "version": __version__,
                 "config": self._config.digest(),
@@ -98,9 +105,10 @@ class RunCheckpoints:
 
             def complete() -> None:
                 # As they were when the outer state was written: a round may have been committed since.
-                told = json.loads((staging / "outer" / OUTER_MANIFEST).read_text())
+                told = json.loads((staging / OUTER_MANIFEST).read_text())
+                crcs[OUTER_MANIFEST] = f"{crc_of(staging / OUTER_MANIFEST):08x}"
                 facts = {"outer_step": told["counters"]["outer_step"], "tokens": told["extra"]["tokens"]}
-                self.store.complete(step, {**content, **facts})
+                self.store.complete(step, {**content, **facts, "crc32": crcs})
 
             agreed(group, staging, lambda: complete() if first else None)
         except CheckpointError:
@@ -108,13 +116,30 @@ class RunCheckpoints:
                 self.store.discard(step)
             raise
 
-    def load_engine(self, engine: Any, folder: Path) -> None:
-        """Weights, inner optimizer and schedule.
+    def damage(self, folder: Path, rank: int, part: int, piece: int) -> DamagedError | None:
+        """Read what this rank is going to load, and say what of it is damaged; for each rank alone.
+
+        A rank loads its ``optim_states`` and its ``model_states``, and to see how many pieces there are also
+        the ``model_states`` of piece 0 (DeepSpeed 0.19); its outer state and random states; both manifests.
+
+        Args:
+            folder: of a checkpoint that the store takes for complete.
+            rank: in the island.
+            part: which data parallel rank this is.
+            piece: which tensor parallel rank.
 
         Raises:
-            CheckpointError: it is of another model, or of another implementation of the inner optimizer.
+            CheckpointError: it is of another implementation of the inner optimizer.
+            OSError: a file cannot be read.
         """
         manifest = json.loads((folder / MANIFEST).read_text())
+        self._refuse_another(folder, manifest)
+        model = f"{_ENGINE}/zero_pp_rank_{part}_mp_rank_00_model_states.pt"
+        own = f"{_ENGINE}/*zero_pp_rank_{part}_mp_rank_{piece:02d}_*.pt"
+        files = [name for name in manifest["files"] if name == model or fnmatchcase(name, own)]
+        return first_damage(folder, [*_own_files(rank), *files], manifest.get("crc32", {}))
+
+    def _refuse_another(self, folder: Path, manifest: dict[str, Any]) -> None:
         wrote = manifest.get("inner")
         if None not in (wrote, self._inner) and wrote != self._inner:
             raise CheckpointError(
@@ -123,6 +148,15 @@ class RunCheckpoints:
                 f"that of {wrote}",
                 'Name the one that wrote it in megatron_wsd.inner; "deepspeed_cpu" there is "deepspeed".',
             )
+
+    def load_engine(self, engine: Any, folder: Path) -> None:
+        """Weights, inner optimizer and schedule.
+
+        Raises:
+            CheckpointError: it is of another model, or of another implementation of the inner optimizer.
+        """
+        manifest = json.loads((folder / MANIFEST).read_text())
+        self._refuse_another(folder, manifest)
         try:
             # The schedule comes from the manifest: the config's digest says that it is of this run, and what
             # was decided and overridden meanwhile is part of it.
@@ -176,6 +210,11 @@ def _save_engine(engine: Any, staging: Path) -> None:
 
 def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"random_rank{rank:05d}.safetensors"
+
+
+def _own_files(rank: int) -> list[str]:
+    """What a rank writes beside DeepSpeed's files."""
+    return [f"outer/{rank_file(rank)}", _random_file(Path(), rank).name]
 
 
 def _save_random(folder: Path, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 import shutil
@@ -11,12 +10,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_wsd.errors import CheckpointError
+from megatron_wsd.checkpoint.whole import check_crc, open_sealed, sealed
+from megatron_wsd.errors import CheckpointError, DamagedError
 from megatron_wsd.files import flush_file, fsync_folder, write_json_atomic
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
+OUTER_MANIFEST = "outer/manifest.json"
 _NAME = re.compile(r"step_(\d{8})")
 
 
@@ -80,18 +81,56 @@ class CheckpointStore:
             files[str(path.relative_to(staging))] = path.stat().st_size
         # A run that went back to an older one may write a lower step later: what is newest, numbers say.
         serial = 1 + max((self._serial(s) for s in self.steps()), default=0)
-        write_json_atomic(staging / MANIFEST, {**content, "step": step, "serial": serial, "files": files})
-        old = self.root / f"step_{step:08d}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
+        manifest = {**content, "step": step, "serial": serial, "files": files}
+        write_json_atomic(staging / MANIFEST, sealed(manifest))
+        old = self._retire(step)
         staging.rename(final)
         fsync_folder(self.root)
         shutil.rmtree(old, ignore_errors=True)
         pinned = self._pinned()
         for stale in [s for s in self.steps()[: -self._keep] if s not in pinned]:
-            shutil.rmtree(self.folder(stale), ignore_errors=True)
+            shutil.rmtree(self._retire(stale), ignore_errors=True)
         return final
+
+    def _retire(self, step: int) -> Path:
+        """Take the name of a checkpoint away before it is removed: a removal that is killed damages none."""
+        old = self.root / f"step_{step:08d}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self.folder(step).exists():
+            self.folder(step).rename(old)
+        return old
+
+    def set_aside(self, step: int) -> Path:
+        """Give a damaged checkpoint a name under which nobody takes it for one, or removes it."""
+        name = f"damaged_{self.folder(step).name}"
+        earlier = len(list(self.root.glob(f"{name}*")))  # the run came by this step more than once
+        aside = self.root / (f"{name}.{earlier + 1}" if earlier else name)
+        self.folder(step).rename(aside)
+        fsync_folder(self.root)
+        return aside
+
+    def lost(self) -> list[str]:
+        """Names of the checkpoints that were complete once and are not, be they set aside or not."""
+        torn = [self.folder(n).name for n in self._named() if self.manifest(n) is None]
+        return torn + sorted(aside.name for aside in self.root.glob("damaged_step_*"))
+
+    def torn(self) -> dict[int, DamagedError]:
+        """By step, what is wrong with the checkpoints that `manifest` takes for none."""
+        found = {}
+        for step in self._named():
+            try:
+                self.read(step)
+            except DamagedError as e:
+                found[step] = e
+            except OSError as e:
+                log.warning("cannot read %s: %s", self.folder(step), e)
+        return found
+
+    def _named(self) -> list[int]:
+        """Steps by the names of the folders, complete or not."""
+        if not self.root.is_dir():
+            return []
+        return sorted(int(m[1]) for entry in self.root.iterdir() if (m := _NAME.fullmatch(entry.name)))
 
     def manifest(self, step: int, *, told: bool = False) -> dict[str, Any] | None:
         """The manifest of a step; None if the checkpoint is torn: no manifest, a file missing or short.
@@ -100,16 +139,38 @@ class CheckpointStore:
             step: of the checkpoint.
             told: take also one of which all json files were copied here, and nothing else.
         """
-        folder = self.folder(step)
         try:
-            content = json.loads((folder / MANIFEST).read_text())
+            return self.read(step, told=told)
+        except (OSError, DamagedError):
+            return None
+
+    def read(self, step: int, *, told: bool = False) -> dict[str, Any]:
+        """The manifest of a step; ``told`` is that of `manifest`.
+
+        Raises:
+            DamagedError: there is none, it is another one, a file is missing or of another size, or the
+                manifest of the outer state is another one.
+            OSError: it cannot be read for another reason.
+        """
+        folder = self.folder(step)
+        where = folder / MANIFEST
+        try:
+            content = open_sealed(where)
             files = dict(content["files"])
             if told and not any((folder / name).exists() for name in files if not name.endswith(".json")):
                 files = {name: size for name, size in files.items() if name.endswith(".json")}
-            whole = all((folder / name).stat().st_size == size for name, size in files.items())
-        except (OSError, ValueError, KeyError):
-            return None
-        return dict(content) if whole else None
+            for name, size in files.items():
+                where = folder / name
+                if (found := where.stat().st_size) != size:
+                    raise DamagedError(str(where), f"{size} bytes", found)
+            where = folder / OUTER_MANIFEST
+            if (crc := content.get("crc32", {}).get(OUTER_MANIFEST)) is not None:
+                check_crc(where, crc)
+        except FileNotFoundError:
+            raise DamagedError(str(where), "this file", "none") from None
+        except (KeyError, TypeError, AttributeError) as e:
+            raise DamagedError(str(where), "a manifest", repr(e)) from None
+        return content
 
     def _serial(self, step: int) -> int:
         manifest = self.manifest(step)
@@ -120,18 +181,13 @@ class CheckpointStore:
 
         ``told`` is that of `manifest`.
         """
-        if not self.root.is_dir():
-            return []
         found = []
-        for entry in self.root.iterdir():
-            match = _NAME.fullmatch(entry.name)
-            if match is None:
-                continue
-            manifest = self.manifest(int(match[1]), told=told)
+        for step in self._named():
+            manifest = self.manifest(step, told=told)
             if manifest is None:
-                _tell_torn(entry)
+                _tell_torn(self.folder(step))
             elif era is None or manifest.get("era", 0) == era:
-                found.append((int(manifest.get("serial", 0)), int(match[1])))
+                found.append((int(manifest.get("serial", 0)), step))
         return [step for _, step in sorted(found)]
 
 

@@ -80,7 +80,7 @@ class Decoupled(OuterLoop):
             lambda: self._position,
             self.island,
             sync.poll_s,
-            Patience(self._config),
+            Patience(self._config, self.island),
             self._seat.watch,
         )
         self._state.residence.finish()  # all that has been made so far, on the stream of this thread
@@ -141,6 +141,8 @@ class Decoupled(OuterLoop):
         rows = self._group.gather(row)
         if any(r[0] for r in rows):
             thread.join(1.0)
+            for result in (*results, *thread.results()):  # what led to it
+                self._note(result)
             raise thread.error or RuntimeError("the outer half of another rank of this island has ended")
         self._live = rows[0][2]
         adopted = []

@@ -34,7 +34,7 @@ class Journal:
         self._note_heal(result, inner_step)
         for island in result.decision.dropped:
             what = f"the pseudo-gradient of island {island} holds NaN or Inf; it was dropped"
-            self._event("void", inner_step, what)
+            self._event("void", inner_step, what, island=island)
         if result.committed or result.skipped:
             self._note_round(result, result.decision, inner_step)
 
@@ -68,9 +68,9 @@ class Journal:
         """
         self._metrics.event("order", step, f"step {entry['step']}: {told(entry)}")
 
-    def _event(self, event: str, step: int, what: str) -> None:
+    def _event(self, event: str, step: int, what: str, **fields: Any) -> None:
         """One that is told with the step of the run at which it happened."""
-        self._metrics.event(event, step, f"step {self._metrics.at(step)}: {what}")
+        self._metrics.event(event, step, f"step {self._metrics.at(step)}: {what}", **fields)
 
     def _note_heal(self, result: RoundResult, step: int) -> None:
         if result.healed and result.decision is not None:

@@ -28,6 +28,7 @@ class Lockstep(OuterLoop):
         count = len(self._state.fragments)
         delay = self._config.sync.controlled_delay
         self._held = HeldBack(self._local, count, delays(delay, self.island)) if delay else None
+        self._patience = Patience(self._config, self.island)
 
     @property
     def position(self) -> int:
@@ -74,7 +75,6 @@ class Lockstep(OuterLoop):
     def _round(self, i: int) -> RoundResult:
         half = self._joined()
         contribution = self._contribution(i)
-        patience = Patience(self._config)
         while True:
             pending = {} if contribution is None else {i: contribution}
             result = half.run_round(pending, self.inner_step, self._withdraw, self._orders.proposed())
@@ -96,11 +96,12 @@ class Lockstep(OuterLoop):
             if not self._group.all_agree(not self.stop_requested()):
                 return result  # the progress stays local, and is offered after a resume
             log.warning("round void: %s", result.reason)
-            pause_s = patience.note(result)
+            pause_s = self._patience.note(result)
             self.alive()
             time.sleep(pause_s)
         self._adopt(result, i)
         self._journal.note(result, self.inner_step)
+        self._patience.note(result)
         return result
 
     def alive(self, more_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""A rank that hangs ends itself: its heartbeats come from a native thread and would go on for ever."""
+"""When a rank ends itself: it hangs, rounds stay void, or what it trains is NaN for good."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from megatron_wsd.errors import GaveUp
+from megatron_wsd.errors import GaveUp, NotFiniteError
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_wsd.config import Config
+    from megatron_wsd.diloco.island import IslandGroup
     from megatron_wsd.diloco.round import RoundResult
 
 _LONGEST_PAUSE_S = 5.0
 _WAITING_PAUSE_S = 1.0
+# One may come from a single bad batch: then the anchor, which the island takes over, cures it. If the inner
+# moments are NaN or Inf it does not, and every later contribution is lost as well.
+_MOST_DROPPED = 3
+_NOT_FINITE = (
+    "Checkpoints are only written of what is finite: go on with --resume. If it comes again, move the newest "
+    "step_... folders out of checkpoints, so that an older one is taken, or lower the rate with --override."
+)
 
 
 class HangWatch:
@@ -59,17 +69,19 @@ class HangWatch:
 
 
 class Patience:
-    """How many void rounds in a row a run bears, and how long it waits when islands are missing.
+    """How many void rounds in a row a run bears, how many lost contributions, and how long it waits.
 
     Counts rounds, not seconds, so that all ranks of an island give up at the same one.
 
     Args:
         config: for ``sync.max_voids`` and ``islands.start_timeout_s``.
+        island: number of this island.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, island: int) -> None:
+        self._config, self._island = config, island
         self._voids = self._waits = 0
+        self._dropped: dict[int | None, int] = {}  # fragment -> in a row
         # `HangWatch` must not take a pause for a hang.
         hang_s = config.islands.hang_timeout_s
         self._longest_s = _LONGEST_PAUSE_S if hang_s is None else min(_LONGEST_PAUSE_S, hang_s / 4)
@@ -82,9 +94,11 @@ class Patience:
 
         Raises:
             GaveUp: that was too many.
+            NotFiniteError: three contributions of one fragment in a row were dropped for NaN or Inf.
         """
         if not result.void:
             self._voids = self._waits = 0
+            self._note_dropped(result)
             return 0.0
         if result.waiting:
             self._voids, self._waits = 0, self._waits + 1
@@ -107,3 +121,55 @@ class Patience:
                 "Look at the network between the islands; go on with --resume.",
             )
         return float(min(0.1 * 2**self._voids, self._longest_s))
+
+    def _note_dropped(self, result: RoundResult) -> None:
+        decision, fragment = result.decision, result.fragment
+        if decision is None:
+            return
+        if self._island in decision.contributors:
+            self._dropped.pop(fragment, None)
+        elif self._island in decision.dropped:
+            self._dropped[fragment] = self._dropped.get(fragment, 0) + 1
+            if self._dropped[fragment] >= _MOST_DROPPED:
+                raise NotFiniteError(
+                    f"island {self._island}",
+                    "finite pseudo-gradients",
+                    f"NaN or Inf in {_MOST_DROPPED} in a row, which the others dropped",
+                    _NOT_FINITE,
+                )
+
+
+class LossWatch:
+    """Ends an island whose loss stays NaN or Inf though its weights may be finite.
+
+    Under bf16 DeepSpeed skips updates whose gradients are not finite: then the weights stand still, and what
+    the island contributes is a zero that nobody drops.
+
+    Args:
+        config: for ``sync.inner_steps``, in which every fragment has its turn.
+        island: number of this island.
+        group: its ranks.
+    """
+
+    def __init__(self, config: Config, island: int, group: IslandGroup) -> None:
+        self._longest, self._island, self._group = _MOST_DROPPED * config.sync.inner_steps, island, group
+        self._lost: torch.Tensor | None = None
+
+    def add(self, loss: torch.Tensor) -> None:
+        """That of one more inner step, a scalar; waits for no device."""
+        before = 0 if self._lost is None else self._lost
+        self._lost = (before + 1) * ~loss.detach().isfinite()
+
+    def check(self, *, ended: bool = False) -> None:
+        """To be called by all ranks of the island after a round, or at the end.
+
+        Raises:
+            NotFiniteError: the loss of some rank was not finite for 3 x ``sync.inner_steps`` steps in a row;
+                at the end, in the last step.
+        """
+        own = 0 if self._lost is None else int(self._lost)
+        lost = max(row[0] for row in self._group.gather([own]))
+        if lost >= (1 if ended else self._longest):
+            raise NotFiniteError(
+                f"island {self._island}", "a finite loss", f"NaN or Inf for {lost} inner steps", _NOT_FINITE
+            )

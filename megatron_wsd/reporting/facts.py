@@ -29,6 +29,8 @@ _FAULTS = {
     "back": "island back",
     "heal": "healed",
     "void": "contribution dropped",
+    "damaged": "checkpoint damaged",
+    "unsaved": "not saved",
     "start": "started again",
     "round": "round void",
 }
@@ -317,10 +319,9 @@ class RunFacts:
     @property
     def loss(self) -> float | None:
         """Final loss: the mean over corpora of the newest validation of the anchor, else of training."""
-        anchor = [a["loss"] for a in self.summary["anchor"].values() if a["loss"] is not None]
-        ends = [i["loss_end"] for i in self.summary["islands"] if i["loss_end"] is not None]
-        values = anchor or ends
-        return sum(values) / len(values) if values else None
+        anchor = [a["loss"] for a in self.summary["anchor"].values()]
+        values = anchor or [i["loss_end"] for i in self.summary["islands"] if i["last_step"]]
+        return sum(values) / len(values) if values and None not in values else None
 
 
 def _time(records: list[Record], asynchronous: bool) -> Time:

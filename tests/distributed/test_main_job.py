@@ -137,15 +137,27 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Path) -> 
     assert "anchor on broad" in out and (whole / "run.png").stat().st_size > 10_000
     run_job(path, parts, "--steps", "10")  # in the middle of a period of 4, before the mix switches at 14
 
-    # A torn checkpoint that looks newer must be ignored; so must one that was never renamed.
-    good = parts / "island_0" / "checkpoints" / "step_00000010"
-    for island in range(2):
+    # Newer ones that are damaged must be set aside, and one that was never renamed ignored.
+    kinds = ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "outer_rank00000.safetensors")
+    for island, kind in enumerate(kinds):
         root = parts / f"island_{island}" / "checkpoints"
-        torn = root / "step_00000019"
+        good, flipped, torn = (root / f"step_000000{step}" for step in (10, 11, 19))
         shutil.copytree(good, torn)
         next(torn.rglob("outer_rank00001.safetensors")).unlink()
+        shutil.copytree(good, flipped)
+        file = next(flipped.rglob(f"*{kind}"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
         shutil.copytree(good, root / "step_00000018.part")
-    assert "resumed at step 10" in run_job(path, parts, "--resume")
+    told = run_job(path, parts, "--resume")
+    assert "resumed at step 10" in told
+    for island, kind in enumerate(kinds):
+        asides = sorted(p.name for p in (parts / f"island_{island}" / "checkpoints").glob("damaged_*"))
+        assert asides == ["damaged_step_00000011", "damaged_step_00000019"]
+        said = [e["message"] for e in records(parts, island, "event") if e["event"] == "damaged"]
+        assert len(said) == 2 and all(text in told for text in said)
+        assert kind in said[1] and said[1].endswith("taken instead: step_00000010")
 
     for island in range(2):
         names = [run / f"island_{island}" / "checkpoints" / "step_00000020" for run in (whole, parts)]

@@ -170,9 +170,19 @@ def test_a_run_that_diverged_is_not_made_to_look_well(tmp_path: Path) -> None:
     write(tmp_path / "island_0" / "metrics.jsonl", records)
     summary = report.write(tmp_path, Console(file=(out := io.StringIO()), width=200))
     assert summary["islands"][0]["loss_end"] is None
-    assert "training loss 5.000 -> not finite" in out.getvalue()
-    assert "loss not finite at step 2, NOT below the unigram entropy 3.000" in out.getvalue()
+    assert "training loss 5.000 -> nan, 2 steps" in out.getvalue()
+    assert "loss nan at step 2, NOT below the unigram entropy 3.000" in out.getvalue()
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_losses_that_were_never_finite_and_dropped_contributions_are_told(tmp_path: Path) -> None:
+    dropped = [event(n, "void") | {"island": island} for n, island in ((1, 0), (2, 0), (2, 1))]
+    records = [start(), step(1, None), step(2, None), *dropped]
+    write(tmp_path / "island_0" / "metrics.jsonl", records)
+    summary = report.write(tmp_path, Console(file=(out := io.StringIO()), width=200))
+    assert (summary["islands"][0]["dropped"], summary["islands"][0]["loss_start"]) == (2, None)
+    assert "training loss nan -> nan, 2 steps" in out.getvalue()
+    assert "2 contributions dropped for NaN or Inf" in out.getvalue()
 
 
 @pytest.mark.parametrize("records", [[], [start()], [start(), step(1, 5.0)], [start(), outer(5, 1, False)]])

@@ -11,6 +11,7 @@ import pytest
 import run_folders as folders
 from typer.testing import CliRunner
 
+from megatron_wsd.checkpoint.store import CheckpointStore
 from megatron_wsd.cli import app
 from megatron_wsd.config import Config, load_config
 from megatron_wsd.data.sampler import MixSampler
@@ -391,7 +392,10 @@ def test_a_run_whose_every_checkpoint_is_torn_does_not_begin_afresh(tmp_path: Pa
     for island in range(2):
         folder = job.save(island, 40, 2, {0: 40, 1: 40})
         (folder / "checkpoint.json").write_text('{"step": 40, "files": {"gone": 1}}')
-    with pytest.raises(CheckpointError, match="step_00000040, torn"):
+    with pytest.raises(CheckpointError, match="step_00000040, damaged"):
+        starting_point(job.run.path, 0, job.config(2))
+    CheckpointStore(job.run.island(0) / "checkpoints", 2).set_aside(40)
+    with pytest.raises(CheckpointError, match="damaged_step_00000040, damaged"):
         starting_point(job.run.path, 0, job.config(2))
     shutil.rmtree(job.run.island(1) / "checkpoints")
     job.save(1, 40, 2, {0: 40, 1: 40})  # one is whole: it will heal the other
