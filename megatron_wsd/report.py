@@ -189,10 +189,11 @@ def _minutes(seconds: float) -> str:
 
 
 def _island_line(island: dict[str, Any], *, own: bool) -> str:
-    if island["loss_start"] is None:
+    if not island["last_step"]:
         return "no step logged"
+    start, end = island["loss_start"], island["loss_end"]
     parts = [
-        f"training loss {island['loss_start']:.3f} -> {_loss(island['loss_end'])}",
+        "no loss logged" if start is None else f"training loss {start:.3f} -> {_loss(end)}",
         f"{island['last_step']} steps{' of its own' if own else ''}",
         {"finish": "finished", "stop": "stopped and saved"}.get(island["end"], island["end"]),
     ]

@@ -179,7 +179,7 @@ class Trainer:
         import torch
 
         from megatron_wsd.checkpoint.run import RunCheckpoints
-        from megatron_wsd.diloco.loop import attach
+        from megatron_wsd.diloco.loop import make_loop
 
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config, self.built.inner.family)
         choice = [Start()]
@@ -199,7 +199,7 @@ class Trainer:
             self.feed.sampler.load_state_dict(start.sampler)
         if folder is not None:
             self.checkpoints.load_engine(self.engine, folder)
-        self.outer = attach(self.engine, self.config, data_digest=self.feed.digest)
+        self.outer = make_loop(self.engine, self.config, data_digest=self.feed.digest)
         self.outer.stop_requested = self._asked_to_stop
         if folder is not None:
             self.checkpoints.load_rest(self.outer, folder)
