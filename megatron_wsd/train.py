@@ -353,17 +353,21 @@ class Trainer:
         self._save()
         step = self.outer.inner_step
         if over:
-            self.metrics.event("finish", step, f"finished at {self._where()}", tokens=self.outer.tokens)
+            # Where an asynchronous island stands is an estimate, until all have committed what they trained.
+            told = f"finished at {self._where(end)}, the end of the schedule"
+            committed = self.outer.committed()["position"]
+            told += "" if committed == end else f"; {committed} steps of the run are committed"
+            self.metrics.event("finish", step, told, tokens=self.outer.tokens, end=end)
         else:
             told = f"stopped at {self._where()}; go on with --resume"
             self.metrics.event("stop", step, told, tokens=self.outer.tokens)
 
     # ---- what is told ----
 
-    def _where(self) -> str:
-        """The step of the run, and that of this island where it counts its own."""
+    def _where(self, position: int | None = None) -> str:
+        """The step of the run, by default that of now, and that of this island where it counts its own."""
         own = "" if self.config.sync.mode == "sync" else f" (own step {self.outer.inner_step})"
-        return f"step {self.outer.position}{own}"
+        return f"step {self.outer.position if position is None else position}{own}"
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
         position = self.outer.position

@@ -140,7 +140,8 @@ def _headline(found: dict[str, Any]) -> RenderableType:
     void = max((i["rounds_void"] for i in found["islands"]), default=0)
     age = found["last_commit_age_s"]
     committed = "" if age is None else f" ({duration(age)} ago)"
-    parts = [f"step {found['position']}", f"round {found['outer_step']}{committed}"]
+    passed = "" if found["end"] in (None, found["position"]) else f" (the schedule ended at {found['end']})"
+    parts = [f"step {found['position']}{passed}", f"round {found['outer_step']}{committed}"]
     parts += [f"{void} void"] * (void > 0)
     parts += [found["mode"]] + ([found["phase"]] if found["phase"] else [])
     parts += [f"lr {found['lr']:.2e}"] if found["lr"] is not None else []

@@ -43,7 +43,7 @@ class RunStatus:
         """The status as a json-able dict.
 
         ``step`` of an island counts inner steps of its own, ``position`` those of the run, which the schedule
-        follows; in synchronous mode they are one.
+        follows; in synchronous mode they are one. ``end`` is where the schedule of a finished run ended.
         Ages and times are in seconds, losses in nats a token, bytes over all ranks of an island, sent and
         received. ``waiting_for`` has what must happen before the run goes on, ``notes`` what is only to be
         known, a sentence each.
@@ -89,6 +89,7 @@ class RunStatus:
             "outer_step": max((i["outer_step"] for i in islands if i["outer_step"] is not None), default=0),
             "last_commit_age_s": max(0.0, now - newest["time"]) if newest else None,
             "position": max((i["position"] for i in islands if i["position"] is not None), default=0),
+            "end": max((r.end["end"] for r in seen.values() if "end" in r.end), default=None),
             "tokens": ahead.get("tokens"),
             "phase": ahead.get("phase"),
             "lr": ahead.get("lr"),

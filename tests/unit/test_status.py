@@ -229,6 +229,17 @@ def test_a_run_that_is_started_again_is_starting_before_it_has_told_anything(run
     assert states(look(run, NOW + 21)) == ["stopped", "failed"]
 
 
+def test_a_run_that_counted_past_the_end_of_its_schedule_says_where_that_was(run: Path) -> None:
+    for island in (0, 1):
+        append(run, island, {**event("finish", 24, NOW), "position": 25 - island, "end": 24})
+    found = look(run)
+    assert found["end"] == 24 and "step 25 (the schedule ended at 24), round 2" in shown(found)
+    for island in (0, 1):
+        append(run, island, start(NOW, 24), {**event("finish", 24, NOW + 1), "end": 24})
+    found = look(run)
+    assert found["position"] == 24 and "step 24, round 2" in shown(found)
+
+
 def test_an_island_that_is_started_after_the_run_is_over_does_not_make_it_go_on(run: Path) -> None:
     for island in (0, 1):
         append(run, island, event("finish", 24, NOW))
