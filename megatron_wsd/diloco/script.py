@@ -54,11 +54,11 @@ class Script:
         Raises:
             ConfigError: there are some.
         """
-        if self._loop.uncounted:
+        if missed := self._loop.uncounted:
             raise ConfigError(
                 "outer.step()",
                 "a call after every engine.step()",
-                f"none after the last {self._loop.uncounted} updates of the engine",
+                f"{missed} update{'s' * (missed != 1)} of the engine without one",
                 "Call it in the same loop. After engine.load_checkpoint() call outer.load(), or attach only "
                 "then.",
             )

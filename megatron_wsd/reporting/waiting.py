@@ -48,7 +48,7 @@ def sentences(
         elif state == "starting":
             waiting.append(f"island {number}: it is starting, and has recorded nothing yet")
         elif state == "failed":
-            waiting.append(f"island {number}: it failed before its first record; all it said: {log}")
+            waiting.append(f"island {number}: it failed at its start, before any record; all it said: {log}")
         elif state == "lost" and alive and enough:
             notes.append(f"island {number} is lost, and the others go on; --resume starts it again: {log}")
         elif state == "lost":
@@ -94,7 +94,8 @@ def _next_round(running: list[dict[str, Any]], seen: dict[int, IslandRecords], i
     if due <= slowest["step"]:
         return [f"round {number} at step {due}"]
     speed = f", island {slowest['island']} is the furthest behind" if len(running) > 1 else ""
-    return [f"round {number} at step {due}: {due - slowest['step']} inner steps to go{speed}"]
+    left = due - slowest["step"]
+    return [f"round {number} at step {due}: {left} inner step{'s' * (left != 1)} to go{speed}"]
 
 
 def _late_commit(

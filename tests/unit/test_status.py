@@ -424,7 +424,7 @@ def test_an_island_that_failed_before_its_first_record_says_so_and_where_to_read
         assert states(look(run, soon))[1] == "starting"
     found = look(run, soon)
     assert states(found)[1] == "failed" and found["state"] == "failed"
-    assert f"island 1: it failed before its first record; all it said: {log}" in found["waiting_for"]
+    assert f"island 1: it failed at its start, before any record; all it said: {log}" in found["waiting_for"]
     assert "island 1   | no such corpus" in shown(found, 200)
     # the lock of another machine says nothing about its processes there
     (run / "island_1" / "lock").write_text("1 another-host")
