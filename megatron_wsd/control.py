@@ -91,18 +91,22 @@ def override_order(given: Sequence[str], nonce: str) -> Order:
 
 
 def told(entry: Mapping[str, Any]) -> str:
-    """An order that was committed, in words, without the step at which it was; steps are those of the run.
+    """An order in words, without the step at which it was committed; steps are those of the run.
 
     Args:
-        entry: the fields of an `Order`, with ``step`` and, if it was refused, ``refused``.
+        entry: the fields of an `Order`; of one that was committed with ``step`` and, if it was refused,
+            ``refused``.
     """
+    done = "step" in entry and "refused" not in entry
     if entry["kind"] == "cancel":
-        what = "withdrawal of a decay" if "refused" in entry else "the decay that had not begun is withdrawn"
+        what = "the decay that had not begun is withdrawn" if done else "withdrawal of a decay"
     elif entry["kind"] == "override":
-        what = "schedule changed: " + ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
+        what = "schedule changed: " if done else "change of the schedule: "
+        what += ", ".join(f"{k} = {v}" for k, v in entry["fields"].items())
     else:
-        begins = entry["step"] if entry["at"] is None else entry["at"]
-        what = f"decay of {entry['length']} steps ({entry['shape']}) from step {begins}"
+        begins = entry.get("step") if entry["at"] is None else entry["at"]
+        what = f"decay of {entry['length']} steps ({entry['shape']})"
+        what += " from where all islands agree" if begins is None else f" from step {begins}"
         what += f", data mix {entry['data_mix']!r}" if entry["data_mix"] else ""
         what += ", then stable" if entry["then"] == "stable" else ""
     return f"{what}: refused: {entry['refused']}" if "refused" in entry else what

@@ -110,7 +110,7 @@ def _draw_loss(axes: Axes, islands: dict[int, list[Record]], asynchronous: bool)
         window = max(3, len(steps) // 20)
         label: str | None = f"island {island}, training"
         for part in stretches(steps, start_times(records, asynchronous)):
-            x, y = [position(r) for r in part], [_number(r["loss"]) for r in part]
+            x, y = [position(r) for r in part], [_number(r.get("loss")) for r in part]
             axes.plot(x, y, color=_colour(island), alpha=0.35, linewidth=0.8)
             axes.plot(x, _smooth(y, window), color=_colour(island), linewidth=1.6, label=label)
             label = None

@@ -175,6 +175,8 @@ def phases(steps: list[Record], begun: int = 0) -> list[tuple[str, int, int]]:
     """
     spans: list[tuple[str, int, int]] = []
     for record in steps:
+        if "phase" not in record:  # of a script whose scheduler has none
+            continue
         name, step = record["phase"], position(record)
         if spans and spans[-1][0] == name:
             spans[-1] = (name, spans[-1][1], step)

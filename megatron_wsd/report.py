@@ -103,7 +103,7 @@ def summarise(run_dir: str | Path) -> dict[str, Any]:
 
 def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
     steps, rounds = of_kind(records, "step"), of_kind(records, "round")
-    losses = [r["loss"] for r in steps]
+    losses = [r["loss"] for r in steps if "loss" in r]  # a script may have told none
     last = losses[-max(1, min(_LAST, len(losses) // 4)) :]
     began = max((i for i, r in enumerate(records) if r["kind"] == "start"), default=0)
     ends = [r["event"] for r in records[began:] if r["kind"] == "event" and r["event"] in ("finish", "stop")]
@@ -111,6 +111,7 @@ def _island(number: int, records: list[Record], others: bool) -> dict[str, Any]:
         "island": number,
         "last_step": steps[-1]["step"] if steps else 0,
         "position": max(map(position, steps), default=0),
+        "losses": len(losses),
         "loss_start": next((loss for loss in losses if loss is not None), None),
         "loss_end": sum(last) / len(last) if last and None not in last else None,
         "rounds_committed": sum(r["committed"] for r in rounds),
@@ -215,10 +216,11 @@ def _minutes(seconds: float) -> str:
 
 
 def _island_line(island: dict[str, Any], *, own: bool) -> str:
-    if island["last_step"] == 0:
+    if not island["last_step"]:
         return "no step logged"
+    start, end = island["loss_start"], island["loss_end"]
     parts = [
-        f"training loss {_loss(island['loss_start'])} -> {_loss(island['loss_end'])}",
+        "no loss logged" if not island["losses"] else f"training loss {_loss(start)} -> {_loss(end)}",
         f"{island['last_step']} steps{' of its own' if own else ''}",
         {"finish": "finished", "stop": "stopped and saved"}.get(island["end"], island["end"]),
     ]

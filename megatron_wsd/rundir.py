@@ -311,11 +311,11 @@ def held(path: Path, what: str) -> Iterator[None]:
             raise IslandError(
                 what,
                 "no other process at it",
-                f"process {' on '.join(file.read().split()) or '(unknown)'} in {path.parent}",
+                f"process {' on '.join(file.read().split()[:2]) or '(unknown)'} in {path.parent}",
                 "Wait for it to end, or end it.",
             ) from None
         file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}")
+        file.write(" ".join([str(os.getpid()), *_here()]))
         file.flush()
         yield
 
@@ -327,10 +327,38 @@ def holder(path: Path) -> int | None:
     """
     try:
         pid = int(path.read_text().split()[0])
-        files = psutil.Process(pid).open_files()
+        return pid if _has_open(pid, path) else None
     except (OSError, ValueError, IndexError, psutil.Error):
         return None
-    return pid if any(Path(f.path) == path.resolve() for f in files) else None
+
+
+def holder_ended(path: Path) -> bool:
+    """Whether the process that held a lock file was one of this machine, and is no more.
+
+    False also where that cannot be told: of a process of another machine, container or user.
+    """
+    try:
+        pid, *where = path.read_text().split()
+        return where == _here() and not _has_open(int(pid), path)
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    process = psutil.Process(pid)
+    if process.status() == psutil.STATUS_ZOMBIE:  # its files are closed, and cannot be listed
+        return False
+    return any(Path(file.path) == path.resolve() for file in process.open_files())
+
+
+def _here() -> list[str]:
+    """Where the number of a process means what it means here: the machine, and the container on it."""
+    try:
+        return [socket.gethostname(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return [socket.gethostname()]
 
 
 def is_held(path: Path) -> bool:

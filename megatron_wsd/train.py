@@ -179,7 +179,7 @@ class Trainer:
 
     def _attach(self, resume: bool) -> None:
         from megatron_wsd.checkpoint.run import RunCheckpoints
-        from megatron_wsd.diloco.loop import attach
+        from megatron_wsd.diloco.loop import make_loop
 
         self.checkpoints = RunCheckpoints(self.folder / "checkpoints", self.config, self.built.inner.family)
         start, damaged = self._choose_start() if resume else (Start(), [])
@@ -194,7 +194,7 @@ class Trainer:
             self.feed.sampler.load_state_dict(start.sampler)
         if folder is not None:
             self.checkpoints.load_engine(self.engine, folder)
-        self.outer = attach(self.engine, self.config, data_digest=self.feed.digest)
+        self.outer = make_loop(self.engine, self.config, data_digest=self.feed.digest)
         self.outer.stop_requested = self._asked_to_stop
         if folder is not None:
             self.checkpoints.load_rest(self.outer, folder)
@@ -388,17 +388,21 @@ class Trainer:
             )
         step = self.outer.inner_step
         if over:
-            self.metrics.event("finish", step, f"finished at {self._where()}", tokens=self.outer.tokens)
+            # Where an asynchronous island stands is an estimate, until all have committed what they trained.
+            told = f"finished at {self._where(end)}, the end of the schedule"
+            committed = self.outer.committed()["position"]
+            told += "" if committed == end else f"; {committed} steps of the run are committed"
+            self.metrics.event("finish", step, told, tokens=self.outer.tokens, end=end)
         else:
             told = f"stopped at {self._where()}; go on with --resume"
             self.metrics.event("stop", step, told, tokens=self.outer.tokens)
 
     # ---- what is told ----
 
-    def _where(self) -> str:
-        """The step of the run, and that of this island where it counts its own."""
+    def _where(self, position: int | None = None) -> str:
+        """The step of the run, by default that of now, and that of this island where it counts its own."""
         own = "" if self.config.sync.mode == "sync" else f" (own step {self.outer.inner_step})"
-        return f"step {self.outer.position}{own}"
+        return f"step {self.outer.position if position is None else position}{own}"
 
     def _log_step(self, step: int, lr: float, phase: str) -> None:
         position = self.outer.position

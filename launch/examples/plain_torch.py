@@ -70,9 +70,7 @@ def main() -> None:
         loss = engine(window[:, :-1], window[:, -1])
         engine.backward(loss)
         engine.step()
-        result = outer.step()  # 3: after engine.step()
-        if result is not None and rank == 0:
-            print(f"megatron-wsd: round {outer.outer_step}: loss {loss.item():.3f}", flush=True)
+        outer.step(loss=loss)  # 3: after engine.step()
 
     outer.finish()
     engine.save_checkpoint(str(folder))

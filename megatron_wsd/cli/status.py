@@ -13,6 +13,7 @@ import typer
 from megatron_wsd.cli.logs import excerpt
 from megatron_wsd.control import told
 from megatron_wsd.errors import ConfigError
+from megatron_wsd.reporting.waiting import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,6 +27,7 @@ _COLOURS = {
     **dict.fromkeys(("lost", "failed"), "red"),
 }
 _WHY_LINES = 3  # of the log of an island that failed
+_UNWRAPPED = 10_000  # columns: more than any line has
 
 
 def status(
@@ -58,7 +60,8 @@ def status(
     else:
         from rich.console import Console
 
-        console = Console()
+        # what a program reads has its whole lines, however narrow a terminal is taken to be
+        console = Console() if sys.stdout.isatty() else Console(width=_UNWRAPPED)
         _repeat(run, interval, watch, lambda found: console.print(render(found)))
 
 
@@ -99,7 +102,7 @@ def render(found: dict[str, Any]) -> RenderableType:
     checkpoints = [i["checkpoint"] for i in found["islands"] if i["checkpoint"]]
     if checkpoints:
         newest = max(checkpoints, key=lambda c: c["position"])
-        age = _duration(found["time"] - newest["time"])
+        age = duration(found["time"] - newest["time"])
         own = f" (own step {newest['step']})" if found["mode"] == "async" else ""
         where = f"step {newest['position']}{own}, round {newest['outer_step']}"
         lines.append(Text(f"checkpoint {where}, {age} ago"))
@@ -107,14 +110,23 @@ def render(found: dict[str, Any]) -> RenderableType:
         agreed = "" if "refused" in order else "agreed "
         lines.append(Text(f"order      {told(order)}; {agreed}at step {order['step']}"))
     if found["orders"]["pending"] is not None:
-        lines.append(Text(f"order      {found['orders']['pending']['kind']}, pending"))
-    for number, sentence in enumerate(found["waiting_for"]):
-        lines.append(Text(f"{'' if number else 'waits for':<11}{sentence}"))
+        lines.append(Text(f"order      {_pending(found)}"))
+    for name, told_here in (("waits for", found["waiting_for"]), ("note", found["notes"])):
+        for number, sentence in enumerate(told_here):
+            lines.append(Text(f"{'' if number else name:<11}{sentence}"))
     for island in found["islands"]:
         if island["state"] == "failed":
             why = excerpt(Path(island["log"]), _WHY_LINES)
             lines += [Text(f"island {island['island']:<4}| {line}") for line in why]
     return Group(*lines)
+
+
+def _pending(found: dict[str, Any]) -> str:
+    order = found["orders"]["pending"]
+    if order["kind"] == "unreadable":
+        return f"cannot be read: {order['message']}"
+    going = any(i["state"] in ("running", "silent", "starting", "elsewhere") for i in found["islands"])
+    return f"{told(order)}; pending, {'for the next round' if going else 'until the run goes on'}"
 
 
 def _headline(found: dict[str, Any]) -> RenderableType:
@@ -126,7 +138,11 @@ def _headline(found: dict[str, Any]) -> RenderableType:
     text.append(found["state"], style=_COLOURS.get(found["state"], ""))
     text.append(f" ({found['path']})\n", style="not bold")
     void = max((i["rounds_void"] for i in found["islands"]), default=0)
-    parts = [f"step {found['position']}", f"round {found['outer_step']}"] + [f"{void} void"] * (void > 0)
+    age = found["last_commit_age_s"]
+    committed = "" if age is None else f" ({duration(age)} ago)"
+    passed = "" if found["end"] in (None, found["position"]) else f" (the schedule ended at {found['end']})"
+    parts = [f"step {found['position']}{passed}", f"round {found['outer_step']}{committed}"]
+    parts += [f"{void} void"] * (void > 0)
     parts += [found["mode"]] + ([found["phase"]] if found["phase"] else [])
     parts += [f"lr {found['lr']:.2e}"] if found["lr"] is not None else []
     parts += [f"{found['tokens']:,} tokens trained"] if found["tokens"] is not None else []
@@ -152,7 +168,7 @@ def _islands(found: dict[str, Any]) -> Table:
         table.add_row(
             str(i["island"]),
             Text(i["state"], style=_COLOURS.get(i["state"], "")),
-            "-" if i["age_s"] is None else _duration(i["age_s"]),
+            "-" if i["age_s"] is None else duration(i["age_s"]),
             _or(i["position"], "d"),
             *[_or(i["step"], "d") for _ in own],
             _or(i["outer_step"], "d"),
@@ -167,12 +183,3 @@ def _islands(found: dict[str, Any]) -> Table:
 
 def _or(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    """``42 s``, ``5 min``, ``3.1 h`` or ``2.0 d``."""
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"

@@ -184,7 +184,7 @@ class Decoupled(OuterLoop):
 
     # ---- the end ----
 
-    def finish(self) -> RoundResult | None:
+    def _finish(self) -> RoundResult | None:
         """Offer what is left, wait until all live islands have done so, and hold the last anchor."""
         thread = self._thread
         if thread is None:

@@ -56,7 +56,7 @@ class Lockstep(OuterLoop):
                 break  # the run is being stopped
         return result
 
-    def finish(self) -> RoundResult | None:
+    def _finish(self) -> RoundResult | None:
         result = None
         for i, f in enumerate(self._local.fragments):
             if f.steps:

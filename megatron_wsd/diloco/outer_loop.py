@@ -26,6 +26,7 @@ from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.orders import Orders
 from megatron_wsd.diloco.residence import residence_of
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
+from megatron_wsd.diloco.script import Script
 from megatron_wsd.diloco.state import OuterState, make_state
 from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, MegatronWSDError, StopRequested
 from megatron_wsd.metrics import Metrics, say
@@ -55,6 +56,7 @@ class OuterLoop(ABC):
         at_start: asked, in asynchronous mode, when the islands have met, for the orders with which a branch
             begins at the position that they have then; the same on all. Those that are known are left out.
         metrics: ``metrics.jsonl`` of this island in the run folder; silent on all ranks but the first.
+        script: writes the records of a script of a user's own; None where our trainer does.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class OuterLoop(ABC):
         self.last_round: RoundResult | None = None
         self.stop_requested: Callable[[], bool] = lambda: False
         self.at_start: Callable[[int], Sequence[Order]] = lambda position: ()
+        self.script: Script | None = None
 
     def _check_healing(self) -> None:
         """The others wait for an island that is being healed, and go on without it if that takes too long."""
@@ -169,6 +172,16 @@ class OuterLoop(ABC):
         return self._state.tokens + own * (len(live.reports) if live else 1)
 
     @property
+    def parameters(self) -> int:
+        """Elements of the whole model that are trained."""
+        return sum(shard.global_numel for shard in self._shards.shards)
+
+    @property
+    def uncounted(self) -> int:
+        """Updates of the engine that `step` has not counted yet."""
+        return int(self._engine.global_steps) - self._engine_step
+
+    @property
     def orders(self) -> list[dict[str, Any]]:
         """Orders of the operator that all islands have committed, oldest first; see `control.Order`."""
         return self._state.orders
@@ -223,6 +236,8 @@ class OuterLoop(ABC):
             StopRequested: `stop_requested` said so.
         """
         half = self._joined()
+        if self.script is not None:
+            self.script.begin()
         count, islands = self._address.islands, self._config.islands
         started, told = time.monotonic(), 0.0
         taken = [f.taken.get(self.island) for f in self._state.fragments]
@@ -286,7 +301,9 @@ class OuterLoop(ABC):
 
     # ---- training ----
 
-    def step(self, tokens: int | None = None) -> RoundResult | None:
+    def step(
+        self, tokens: int | None = None, *, loss: float | torch.Tensor | None = None
+    ) -> RoundResult | None:
         """To be called after every `engine.step()`, by all ranks of the island.
 
         Counts the inner step if the engine has just applied one. Synchronous: at a sync point it runs a
@@ -295,35 +312,59 @@ class OuterLoop(ABC):
 
         Args:
             tokens: of the island's inner step; by default its samples are counted.
+            loss: of this rank's batch, one number (nats a token), for `status` and `report`: every
+                ``log.interval_steps`` the mean over batches and ranks is recorded. Of a tensor the value is
+                read only then.
 
         Returns:
             The newest round that the island has adopted something of just now, or None.
 
         Raises:
             IslandError: too many void rounds in a row, or islands that cannot work together.
-            ConfigError: ``tokens`` is no whole number from 1 on.
+            ConfigError: ``tokens`` is no whole number from 1 on, or ``loss`` not one number.
         """
         if tokens is not None and (isinstance(tokens, bool) or int(tokens) != tokens or tokens < 1):
             raise ConfigError("tokens", "a whole number from 1 on, of the island's inner step", tokens)
         if self._half is None or not self._half.settled:
             self.meet()
-        if int(self._engine.global_steps) == self._engine_step:
+        if self.script is not None and loss is not None:
+            self.script.add(loss)
+        if self.uncounted == 0:
             return None
         self._rate.follow_skipped_update(self.position)
         self._engine_step = int(self._engine.global_steps)
         self.inner_step += 1
-        self._local.count(int(self._engine.train_batch_size()) if tokens is None else tokens)
+        step, counted = self.inner_step, int(self._engine.train_batch_size()) if tokens is None else tokens
+        self._local.count(counted)
         result = self._advance()
         self._rate.rewarm()
+        if self.script is not None:
+            self.script.stepped(step, counted)
         return result
 
     @abstractmethod
     def _advance(self) -> RoundResult | None:
         """One more inner step has been counted."""
 
-    @abstractmethod
     def finish(self) -> RoundResult | None:
-        """A last round for what was trained since the newest one; None if that is nothing."""
+        """A last round for what was trained since the newest one; None if that is nothing.
+
+        All ranks of the island must call it. After it `close` records that the run has finished.
+
+        Raises:
+            ConfigError: the engine has made updates that `step` was not called after.
+        """
+        if self.script is not None:
+            self.script.check()
+            self.script.record()
+        result = self._finish()
+        if self.script is not None:
+            self.script.finished(result)
+        return result
+
+    @abstractmethod
+    def _finish(self) -> RoundResult | None:
+        """The last round, or rounds."""
 
     @abstractmethod
     def round_due(self) -> bool:
@@ -460,7 +501,12 @@ class OuterLoop(ABC):
         """Go on from what `_write` has written beside the outer state."""
 
     def close(self) -> None:
-        """Leave the other islands, and close the metrics."""
+        """Leave the other islands, and close the metrics.
+
+        The run has finished if `finish` was called before, else it was stopped.
+        """
+        if self.script is not None:
+            self.script.close()
         self.metrics.close()
         if self._half is not None:
             self._half.close()

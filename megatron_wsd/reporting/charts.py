@@ -168,7 +168,7 @@ def _draw_training(
     label: str | None = name
     window = max(3, sum(map(len, stretches)) // 20)
     for part in stretches:
-        x, y = [run.tokens(position(r)) for r in part], [_number(r["loss"]) for r in part]
+        x, y = [run.tokens(position(r)) for r in part], [_number(r.get("loss")) for r in part]
         raw = thinned(list(zip(x, y, strict=True)))
         smooth = thinned(list(zip(x, _smooth(y, window), strict=True)))
         axes.plot(*xy(raw), **style, alpha=0.3, linewidth=0.8)

@@ -93,7 +93,7 @@ def _training(run: RunFacts) -> list[tuple[float, float]]:
     by_step: dict[int, list[float]] = {}
     for steps in run.steps.values():
         for record in steps:
-            by_step.setdefault(position(record), []).append(_number(record["loss"]))
+            by_step.setdefault(position(record), []).append(_number(record.get("loss")))
     known = [(float(step), sum(v) / len(v)) for step, v in sorted(by_step.items())]
     return [(step, loss) for step, loss in known if not math.isnan(loss)]
 

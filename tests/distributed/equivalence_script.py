@@ -1,7 +1,8 @@
 """A DeepSpeed script with a plain torch model, run by the real launcher; see test_equivalence.py.
 
 On one island it trains the same model three times: without islands, with an outer SGD that must change
-nothing, and in bf16 with CGAD. On two islands it does the last alone, on the same data.
+nothing, and in bf16 with CGAD. On two islands it does the last alone, on the same data. With CGAD the loop
+is told the losses, and that the script has come to its end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import megatron_wsd
+from megatron_wsd.errors import ConfigError
 from megatron_wsd.models.cpu import without_shm_comm
 
 STEPS = 9
@@ -59,6 +61,17 @@ def stale(engine: Any) -> list[str]:
     return bad
 
 
+def forget(engine: Any, rank: int) -> str:
+    """What comes of an update that the loop is not told of, when the next one is to be made."""
+    for step in range(2):
+        engine.backward(engine(*batch(STEPS + step, rank)))
+        try:
+            engine.step()
+        except ConfigError as e:
+            return f"update {step + 1}: {e}"
+    return ""
+
+
 def train(raw: dict[str, Any], changes: dict[str, Any], outer: dict[str, Any] | None) -> dict[str, Any]:
     """Train once; final masters, losses, and what was stale after each round."""
     config = {**raw, **changes}
@@ -69,7 +82,8 @@ def train(raw: dict[str, Any], changes: dict[str, Any], outer: dict[str, Any] | 
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     loop = megatron_wsd.attach(engine) if outer is not None else None
     rank = torch.distributed.get_rank()
-    losses, bad, rounds, evals = [], [], 0, []
+    told = outer is not None and outer["optimizer"] == "cgad"
+    losses, means, bad, rounds, evals = [], [], [], 0, []
     for step in range(STEPS):
         loss = engine(*batch(step, rank))
         engine.backward(loss)
@@ -77,19 +91,31 @@ def train(raw: dict[str, Any], changes: dict[str, Any], outer: dict[str, Any] | 
         losses.append(loss.item())
         if loop is None:
             continue
+        mean = loss.detach().double()
+        torch.distributed.all_reduce(mean)
+        means.append(mean.item() / torch.distributed.get_world_size())
         with torch.no_grad():  # leaves parameters gathered that the round must not leave stale
             for k in range(3):
                 engine(*batch(100 + k, rank))
-        if loop.step() is not None:
+        if loop.step(loss=loss if told else None) is not None:
             rounds += 1
             bad += stale(engine)
             with torch.no_grad():
                 evals.append(engine(*batch(100, rank)).item())
-    result: dict[str, Any] = {"losses": losses, "stale": bad, "rounds": rounds, "evals": evals}
-    if loop is not None:
-        result["digest"] = loop.state.digest()  # without counters, which tell the number of islands
-        loop.close()
+    result: dict[str, Any] = {
+        "losses": losses,
+        "means": means,
+        "stale": bad,
+        "rounds": rounds,
+        "evals": evals,
+    }
     result["weights"] = {n: safe_get_full_fp32_param(p).tolist() for n, p in engine.module.named_parameters()}
+    if loop is not None:
+        if told:
+            loop.finish()
+        result["digest"] = loop.state.digest()  # without counters, which tell the number of islands
+        result["refused"] = forget(engine, rank)
+        loop.close()
     engine.destroy()
     return result
 

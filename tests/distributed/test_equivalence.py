@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_wsd.reporting.status import RunStatus
+
 pytestmark = pytest.mark.launch
 
 CONFIG = {
@@ -30,7 +32,7 @@ CONFIG = {
     },
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "steps_per_print": 100000,
-    "megatron_wsd": {"sync": {"inner_steps": 3}},
+    "megatron_wsd": {"sync": {"inner_steps": 3}, "log": {"interval_steps": 4}},
 }
 
 
@@ -72,3 +74,38 @@ def test_islands_change_nothing_that_they_should_not(tmp_path: Path) -> None:
     assert first["cgad"]["weights"] == second["cgad"]["weights"] == alone["cgad"]["weights"]
     assert first["cgad"]["evals"] == alone["cgad"]["evals"]
     assert second["cgad"]["stale"] == []
+    check_records(tmp_path, alone, second)
+
+
+def check_records(folder: Path, alone: dict[str, Any], second: dict[str, Any]) -> None:
+    """What the loop has recorded for the script: losses where it was told them, and how it ended."""
+    for result in (alone["sgd"], alone["cgad"], second["cgad"]):
+        assert result["refused"].startswith(
+            "update 2: outer.step(): expected a call after every engine.step()"
+        )
+    records = read_metrics_file(folder / "run1" / "island_0")
+    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
+    first, last = records[: starts[1]], records[starts[1] :]
+    # Every 4, and the ends of the warm-up and of the stable phase, 2 and 4; 9 is the last.
+    for part, told in ((first, None), (last, alone["cgad"]["means"])):
+        steps = [r for r in part if r["kind"] == "step"]
+        assert [(r["step"], r["phase"]) for r in steps] == [
+            (2, "warmup"),
+            (4, "stable"),
+            (8, "decay"),
+            (9, "decay"),
+        ]
+        assert steps[0]["lr"] == pytest.approx(0.75e-3)  # of update 2, halfway from 0.5 to 1
+        assert all(r["grad_norm"] > 0 for r in steps)
+        spans = [(0, 2), (2, 4), (4, 8), (8, 9)]
+        means = [None if told is None else sum(told[a:b]) / (b - a) for a, b in spans]
+        # The same fp32 losses, summed in float64 in another order: equal to some ulps of a double.
+        assert [r["loss"] for r in steps] == (means if told is None else pytest.approx(means, rel=1e-12))
+    ends = [[r["event"] for r in part if r["kind"] == "event"] for part in (first, last)]
+    assert ends == [["stop"], ["finish"]]
+    assert [i["state"] for i in RunStatus(folder / "run2").look()["islands"]] == ["finished", "finished"]
+
+
+def read_metrics_file(folder: Path) -> list[dict[str, Any]]:
+    """Every record, also those that a later start has made void."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

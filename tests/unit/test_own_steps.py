@@ -129,7 +129,7 @@ def test_the_status_has_steps_of_the_run_own_steps_and_the_age_of_the_slow_one(r
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert ["island", "state", "seen", "step", "own", "round", "stale", "gate"] in [x[:8] for x in lines]
     assert next(x for x in lines if x[:1] == ["1"])[-9:-4] == ["70", "20", "4", "1", "0.80"]
-    assert "step 70, round 4, async, decay" in out.getvalue()
+    assert "step 70, round 4 (64 s ago), async, decay" in out.getvalue()
     assert all(len(line) <= 80 for line in out.getvalue().splitlines() if "base" not in line)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,14 @@ def states(found: dict[str, Any]) -> list[str]:
     return [i["state"] for i in found["islands"]]
 
 
+@contextmanager
+def at_it(lock: Path, since: float = NOW - 90) -> Iterator[None]:
+    """This process holds a lock file, as if it had done so for a while."""
+    with held(lock, "test"):
+        os.utime(lock, (since, since))
+        yield
+
+
 def test_a_run_under_way(run: Path) -> None:
     found = look(run)
     assert (found["state"], found["outer_step"], found["phase"], found["tokens"]) == (
@@ -128,19 +139,26 @@ def test_an_island_that_the_others_leave_out_is_lost_before_its_records_are_old(
     append(run, 0, outer(30, 3, NOW + 3, islands=(0,)), step(30, NOW + 3))
     found = look(run, NOW + 4)
     assert states(found) == ["running", "lost"] and found["state"] == "running"
-    assert (
-        "island 1 is lost: start it again with --resume; the others go on if enough" in found["waiting_for"]
-    )
+    assert found["notes"] == [
+        f"island 1 is lost, and the others go on; --resume starts it again: {run}/island_1/log.txt"
+    ]
+    assert not any("island 1" in sentence for sentence in found["waiting_for"])
+    config = {"megatron_wsd": {"sync": {"inner_steps": 10}, "islands": {"min_islands": 2}}}
+    (run / "config.json").write_text(json.dumps(config))
+    found = look(run, NOW + 4)
+    assert found["notes"] == []
+    ended = f"island 1: it ended without a word; {run}/island_1/log.txt tells why; --resume goes on"
+    assert ended in found["waiting_for"], "too few are left to go on"
 
 
 def test_a_process_here_tells_running_from_lost_and_silence_from_death(run: Path) -> None:
     late = NOW + 500
     assert states(look(run, late)) == ["lost", "lost"] and look(run, late)["state"] == "lost"
-    with held(run / "island_0" / "lock", "island 0"):
+    with at_it(run / "island_0" / "lock"):
         found = look(run, late)
     assert states(found) == ["silent", "lost"]
     assert found["islands"][0]["process"] is not None
-    assert "island 0 is there but silent for 501 s" in found["waiting_for"]
+    assert "island 0: it is there, but silent for 8 min" in found["waiting_for"]
     # the lock file stays, with the number of a process that does not hold it
     assert states(look(run, late)) == ["lost", "lost"]
 
@@ -155,8 +173,82 @@ def test_to_look_at_a_lock_never_takes_it(run: Path) -> None:
 
 
 def test_a_launch_on_this_machine_knows_its_islands_at_once(run: Path) -> None:
-    with held(run / "launch.lock", "launch"), held(run / "island_1" / "lock", "island 1"):
+    with at_it(run / "launch.lock"), at_it(run / "island_1" / "lock"):
         assert states(look(run)) == ["lost", "running"]
+
+
+def test_a_process_of_this_machine_that_is_gone_is_lost_at_once(run: Path) -> None:
+    """However young its records are; of another machine or container only silence tells."""
+    lock = run / "island_1" / "lock"
+    with at_it(lock):
+        assert states(look(run)) == ["running", "running"]
+    assert states(look(run)) == ["running", "lost"]
+    words = lock.read_text().split()
+    for elsewhere in ([words[0], "another-host", *words[2:]], [words[0], words[1], "pid:[1]"]):
+        lock.write_text(" ".join(elsewhere))
+        os.utime(lock, (NOW - 90, NOW - 90))
+        assert states(look(run)) == ["running", "running"]
+    append(run, 1, event("stop", 23, NOW))
+    lock.write_text(" ".join(words))
+    os.utime(lock, (NOW - 90, NOW - 90))
+    assert states(look(run)) == ["running", "stopped"]
+
+
+def test_a_killed_process_is_gone_also_while_nobody_has_reaped_it(run: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from megatron_wsd.rundir import held\n"
+        "with held(Path(sys.argv[1]), 'x'): print('held', flush=True); time.sleep(300)"
+    )
+    lock = run / "island_0" / "lock"
+    command = [sys.executable, "-c", program, str(lock)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        os.utime(lock, (NOW - 90, NOW - 90))
+        assert states(look(run)) == ["running", "running"]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table
+        assert states(look(run)) == ["lost", "running"]
+
+
+def test_a_run_that_is_started_again_is_starting_before_it_has_told_anything(run: Path) -> None:
+    for island in (0, 1):
+        append(run, island, event("stop", 24, NOW))
+    assert look(run)["state"] == "stopped"
+    with at_it(run / "launch.lock", NOW + 5):
+        assert states(look(run, NOW + 6)) == ["starting", "starting"]
+        with at_it(run / "island_0" / "lock", NOW + 7):
+            found = look(run, NOW + 8)
+            assert states(found) == ["starting", "starting"] and found["state"] == "starting"
+            assert "island 0: it is starting, and has recorded nothing yet" in found["waiting_for"]
+            append(run, 0, start(NOW + 9), step(25, NOW + 9))
+            assert states(look(run, NOW + 10)) == ["running", "starting"]
+        append(run, 0, event("stop", 25, NOW + 11))
+    # one that ends before it has recorded anything has failed, whatever it had recorded before
+    with at_it(run / "island_1" / "lock", NOW + 20):
+        pass
+    assert states(look(run, NOW + 21)) == ["stopped", "failed"]
+
+
+def test_a_run_that_counted_past_the_end_of_its_schedule_says_where_that_was(run: Path) -> None:
+    for island in (0, 1):
+        append(run, island, {**event("finish", 24, NOW), "position": 25 - island, "end": 24})
+    found = look(run)
+    assert found["end"] == 24 and "step 25 (the schedule ended at 24), round 2" in shown(found)
+    for island in (0, 1):
+        append(run, island, start(NOW, 24), {**event("finish", 24, NOW + 1), "end": 24})
+    found = look(run)
+    assert found["position"] == 24 and "step 24, round 2" in shown(found)
+
+
+def test_an_island_that_is_started_after_the_run_is_over_does_not_make_it_go_on(run: Path) -> None:
+    for island in (0, 1):
+        append(run, island, event("finish", 24, NOW))
+    append(run, 1, start(NOW + 10, 24))
+    found = look(run, NOW + 11)
+    assert (states(found), found["state"]) == (["finished", "starting"], "finished")
+    assert found["waiting_for"] == []
+    over = "the run is over (island 0 finished): nobody is left for island 1 to meet"
+    assert found["notes"] == [over] and f"note       {over}" in shown(found, 200)
 
 
 def test_slow_rounds_are_not_silence(run: Path) -> None:
@@ -173,10 +265,15 @@ def test_a_finished_a_stopped_and_a_resumed_run(run: Path) -> None:
     found = look(run, NOW + 10**6)
     assert states(found) == ["finished", "stopped"]
     assert (found["state"], found["waiting_for"]) == ("finished", [])
+    append(run, 0, start(NOW + 10, 20))
     append(run, 1, start(NOW + 10, 20))
-    found = look(run, NOW + 11)
-    assert states(found) == ["finished", "running"] and found["islands"][1]["loss"] is None
-    assert "island 1 has started and waits for the other islands or its first step" in found["waiting_for"]
+    found = look(run, NOW + 200)
+    assert states(found) == ["starting", "starting"] and found["islands"][1]["loss"] is None
+    assert found["state"] == "starting"
+    assert "island 1: it has begun, and waits for the others or its first step" in found["waiting_for"]
+    append(run, 1, step(21, NOW + 210))
+    assert states(look(run, NOW + 211)) == ["starting", "running"]
+    assert states(look(run, NOW + 1000)) == ["lost", "lost"]
 
 
 def test_void_rounds_are_told_with_their_reason_and_skipped_ones_are_none(run: Path) -> None:
@@ -223,13 +320,22 @@ def test_orders_that_wait_and_those_that_were_taken(run: Path) -> None:
     (control / "accepted.json").write_text(json.dumps(taken))
     found = look(run)
     assert found["orders"]["pending"]["length"] == 50 and len(found["orders"]["accepted"]) == 3
-    assert "the order that waits (decay) is taken in the next outer round" in found["waiting_for"]
     text = shown(found, 200)
+    waits = "decay of 50 steps (one_minus_sqrt) from where all islands agree; pending, for the next round"
+    assert f"order      {waits}\n" in text
     assert "decay of 5 steps (one_minus_sqrt) from step 15: refused: too late; at step 20\n" in text
     assert "order      the decay that had not begun is withdrawn; agreed at step 10\n" in text
     assert "order      withdrawal of a decay: refused: it has begun; at step 30\n" in text
+    late = {"kind": "decay", "length": 50, "at": 70, "then": "stable"}
+    (control / "order.json").write_text(json.dumps(late))
+    text = shown(look(run, NOW + 1000), 200)
+    assert "from step 70, then stable; pending, until the run goes on\n" in text
+    (control / "order.json").write_text(json.dumps({"kind": "cancel"}))
+    assert "order      withdrawal of a decay; pending, for the next round\n" in shown(look(run), 200)
     (control / "order.json").write_text('{"kind": "nonsense"}')
-    assert look(run)["orders"]["pending"]["kind"] == "unreadable"
+    found = look(run)
+    assert found["orders"]["pending"]["kind"] == "unreadable"
+    assert "order      cannot be read: " in shown(found, 200)
 
 
 def test_the_newest_whole_checkpoint_counts_and_one_under_way_is_told(run: Path) -> None:
@@ -243,7 +349,7 @@ def test_the_newest_whole_checkpoint_counts_and_one_under_way_is_told(run: Path)
     found = look(run)
     assert found["islands"][0]["checkpoint"]["step"] == 10
     assert found["islands"][1]["checkpoint"] is None
-    assert "island 0 is writing the checkpoint of step 24" in found["waiting_for"]
+    assert "island 0: it is writing the checkpoint of step 24" in found["waiting_for"]
 
 
 def test_an_island_whose_folder_is_on_another_disk(run: Path) -> None:
@@ -253,8 +359,49 @@ def test_an_island_whose_folder_is_on_another_disk(run: Path) -> None:
     found = look(run, NOW + 1)
     assert states(found) == ["running", "running", "elsewhere", "absent"]
     assert found["islands"][2]["staleness"] == 2
-    assert "island 3 has no folder here and is in no recent round" in found["waiting_for"]
+    assert found["notes"] == ["island 3 has no folder here and is in no recent round"]
     assert "elsewhere" in shown(found)
+
+
+def test_before_the_first_round_an_island_without_a_folder_is_waited_for(run: Path) -> None:
+    (run / "island_1" / "metrics.jsonl").unlink()
+    (run / "island_1").rmdir()
+    (run / "island_0" / "metrics.jsonl").write_text(json.dumps(start(NOW - 5)) + "\n")
+    found = look(run)
+    assert (states(found), found["notes"]) == (["starting", "absent"], [])
+    assert "island 1: it has no folder here, and there was no round yet" in found["waiting_for"]
+
+
+def test_the_age_of_the_newest_commit_and_a_round_that_is_late(run: Path) -> None:
+    for island in (0, 1):
+        append(run, island, outer(30, 3, NOW + 20), step(33 - 2 * island, NOW + 24))
+    found = look(run, NOW + 25)
+    assert found["last_commit_age_s"] == 5.0
+    assert "step 33, round 3 (5 s ago), sync" in shown(found)
+    late = [s for s in found["waiting_for"] if s.startswith("a round: ")]
+    assert late == []  # one every 25 s is usual: (24 + 26 + 24 + 26) / 4
+    with at_it(run / "island_0" / "lock"), at_it(run / "island_1" / "lock"):
+        assert not any("usual" in s for s in look(run, NOW + 90)["waiting_for"])
+        found = look(run, NOW + 100)
+        assert (
+            "a round: the last was committed 80 s ago, one every 25 s is usual; "
+            "what is missing is step 40 on island 1, last seen at 31"
+        ) in found["waiting_for"]
+        for island in (0, 1):
+            append(run, island, step(40, NOW + 99))
+        text = " ".join(look(run, NOW + 100)["waiting_for"])
+        assert "; all have trained to step 40, so it is the exchange: their logs tell why" in text
+    assert look(run, NOW + 1000)["waiting_for"] == [
+        f"island {i}: it ended without a word; {run}/island_{i}/log.txt tells why; --resume goes on"
+        for i in (0, 1)
+    ]
+
+
+def test_no_commit_has_no_age(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"islands": 1, "ranks": 1}))
+    append(tmp_path, 0, start(NOW), step(1, NOW))
+    found = look(tmp_path, NOW + 1)
+    assert found["last_commit_age_s"] is None and "round 0, sync" in shown(found)
 
 
 def test_a_run_of_which_nothing_is_recorded_yet(tmp_path: Path) -> None:
@@ -277,12 +424,12 @@ def test_an_island_that_failed_before_its_first_record_says_so_and_where_to_read
         assert states(look(run, soon))[1] == "starting"
     found = look(run, soon)
     assert states(found)[1] == "failed" and found["state"] == "failed"
-    assert f"island 1 failed before its first record; all it said: {log}" in found["waiting_for"]
+    assert f"island 1: it failed at its start, before any record; all it said: {log}" in found["waiting_for"]
     assert "island 1   | no such corpus" in shown(found, 200)
     # the lock of another machine says nothing about its processes there
     (run / "island_1" / "lock").write_text("1 another-host")
     assert states(look(run, soon))[1] == "starting"
-    append(run, 0, start(soon))
+    append(run, 0, start(soon), step(1, soon))
     assert look(run, soon + 1)["state"] == "running"
 
 
@@ -308,6 +455,19 @@ def test_the_table_fits_eighty_columns(run: Path) -> None:
     row = next(line for line in text.splitlines() if line.split()[:2] == ["0", "running"])
     expected = "0 running 0 s 123456 12345 0 1.00 2.346 98,765 123.5 GB"
     assert " ".join(row.split()) == expected
+
+
+def test_what_no_terminal_reads_is_neither_wrapped_nor_cut(run: Path) -> None:
+    deep = run.parent / ("a-run-with-a-long-name" * 8)
+    run.rename(deep)
+    append(deep, 0, void(30, 2, NOW, "a reason " * 30))
+    environment = {**os.environ, "COLUMNS": "40", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatron_wsd", "status", str(deep)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{deep.name}: lost ({deep})"
+    assert any(line.split()[:2] == ["0", "lost"] and line.rstrip().endswith("1.5 kB") for line in lines)
+    assert any(line.endswith(f"{deep}/island_0/log.txt tells why; --resume goes on") for line in lines)
 
 
 def invoke(*arguments: Any) -> tuple[int, str]:
