@@ -27,8 +27,6 @@ from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 from megatron_wsd.rundir import STOP
 
-log = logging.getLogger(__name__)
-
 # What `islands.hang_timeout_s` does not count: writing a checkpoint, and compiling in the first step.
 _LONGEST_SAVE_S = _LONGEST_START_S = 3600.0
 
@@ -189,8 +187,6 @@ class Trainer:
             torch.distributed.broadcast_object_list(choice, src=0)
         start = choice[0]
         folder, begins = start.folder, None
-        if resume and folder is None:
-            log.warning("--resume: no complete checkpoint in %s, starting fresh", self.checkpoints.store.root)
         store = self.checkpoints.store
         own = store.steps()[-1:]
         if self.rank == 0 and folder is not None and own and folder != store.folder(own[0]):
@@ -221,6 +217,8 @@ class Trainer:
         )
         if self.rank == 0:
             how = f"resumed at {self._where()}" if folder else "fresh"
+            if resume and folder is None:
+                how = f"begins anew, no checkpoint yet in {self.checkpoints.store.root}"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
             sync = self.config.sync
             say(
