@@ -129,7 +129,9 @@ def test_repeated_data_is_warned_of_by_both(tmp_path: Path) -> None:
     until = told(*launch(tmp_path / "other", config, "--dry-run", "--steps", 100))
     assert "data to step 100: broad" in until and "epochs to step" not in until
     config = config_in(tmp_path, params={"warmup_steps": 5})
-    assert "# no end: broad through once after step " in told(*island(tmp_path / "other", config, "--dry-run"))
+    assert "# no end: broad through once after step " in told(
+        *island(tmp_path / "other", config, "--dry-run")
+    )
 
 
 def test_files_of_other_kinds_are_counted_by_both(tmp_path: Path) -> None:
