@@ -280,26 +280,10 @@ _OF_THE_COUNT = ("megatron_wsd.islands.count", "megatron_wsd.islands.min_islands
 def _differing(run: RunDir, config: Config, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Field -> (saved, given) of those that matter and differ."""
     from megatron_wsd.config import load_config
+    from megatron_wsd.config.compare import differing
 
     begun = run.config_json.exists()  # else killed before it was written
-    saved = flat(load_config(run.config_json).identity()) if begun else {}
-    given = flat(config.identity())
-    missing = "(absent)"
-    return {
-        key: (saved.get(key, missing), given.get(key, missing))
-        for key in sorted((saved.keys() | given.keys()) - set(but))
-        if saved.get(key, missing) != given.get(key, missing)
-    }
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= flat(inner, f"{name}.{key}" if name else key)
-    return found
+    return differing(load_config(run.config_json).identity() if begun else {}, config.identity(), but)
 
 
 def _write(

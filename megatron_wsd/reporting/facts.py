@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wsd import report
+from megatron_wsd.config.compare import flat
 from megatron_wsd.control import ControlFolder, told
 from megatron_wsd.curves import of_one
 from megatron_wsd.data.phases import planned_mixes
@@ -20,7 +21,7 @@ from megatron_wsd.errors import MegatronWSDError
 from megatron_wsd.lineage import own_orders
 from megatron_wsd.picture import start_times, stretches
 from megatron_wsd.records import Record, anchors, is_void, of_kind, position, read_islands
-from megatron_wsd.rundir import RunDir, flat
+from megatron_wsd.rundir import RunDir
 
 _FAULTS = {
     "alone": "island gone",
