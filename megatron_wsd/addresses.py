@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -37,6 +39,24 @@ def address_for(lighthouse: str, interface: str | None) -> str:
         raise IslandError(
             "--lighthouse", "a host that can be reached", f"{host}: {e}", "Check it, or give --interface."
         ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is whoever asks: a name or IPv4 address of the loopback interface."""
+    return host == "localhost" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+
+
+@functools.cache
+def is_here(host: str) -> bool:
+    """Whether a host is this machine, by its name or by one of its addresses; a name is looked up once."""
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    own = {address.address for each in psutil.net_if_addrs().values() for address in each}
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return any(address in own or is_loopback(address) for address in found)
 
 
 def lighthouse_host_port(address: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ Every message a user can cause names the field, what was expected, what came, an
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from typing import TypeVar
 
 _Own = TypeVar("_Own", bound="FieldError")
@@ -85,6 +86,24 @@ class GaveUp(IslandError):
 
 class NotFiniteError(IslandError):
     """What an island trains holds NaN or Inf, and does not recover. Its state must not be saved."""
+
+
+class Refused(MegatronWSDError):
+    """Several things at once stand against a start.
+
+    Args:
+        problems: one error each.
+    """
+
+    def __init__(self, problems: Sequence[MegatronWSDError]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, problems)))
+
+    @classmethod
+    def raise_all(cls, problems: Sequence[MegatronWSDError]) -> None:
+        """Raise what is wrong, if anything is; a single error as it is."""
+        if problems:
+            raise problems[0] if len(problems) == 1 else cls(problems)
 
 
 class StopRequested(MegatronWSDError):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass, field
 
 from megatron_wsd.config import BLOCK, Config
-from megatron_wsd.data.corpus import is_source, open_source
+from megatron_wsd.data.corpus import is_source
+from megatron_wsd.data.epochs import Amount, amount_of
 from megatron_wsd.data.indexed import check_pair
+from megatron_wsd.data.mix import split_corpus
+from megatron_wsd.data.prepare import refuse_tokenizer
+from megatron_wsd.data.tokenizer import FIELD as TOKENIZER_FIELD
 from megatron_wsd.data.tokenizer import ByteTokenizer, tokenizer_identity
 from megatron_wsd.errors import ConfigError, DataError
 
@@ -42,25 +47,52 @@ def check_trainer(config: Config) -> None:
         )
 
 
-def check_files(config: Config) -> None:
-    """That the corpora can be opened, and the tokenizer is there.
+@dataclass
+class Files:
+    """What a look at the files of a config found.
 
-    Raises:
-        DataError: a corpus is missing, empty, or an .idx does not match its .bin; no tokenizer.
+    Attributes:
+        problems: everything that the trainer would refuse.
+        amounts: of the corpora that can be used, by name.
     """
-    for name, spec in config.data.corpora.items():
+
+    problems: list[DataError] = field(default_factory=list)
+    amounts: dict[str, Amount] = field(default_factory=dict)
+
+
+def look_at_files(config: Config) -> Files:
+    """Whether corpora and tokenizer are there, fit together, and have a sample of the model's length.
+
+    Reads sizes and first bytes; text is neither read nor tokenized, so it may still turn out too short.
+    """
+    found, data = Files(), config.data
+    for name, spec in data.corpora.items():
         where = f"{BLOCK}.data.corpora.{name}"
         try:
-            if is_source(spec):
-                open_source(spec)
-            else:
-                check_pair(spec)
+            amount = _amount(where, spec, data.tokenizer)
+            if config.model is not None:
+                split_corpus(name, amount.tokens, config.model.seq_length, data.valid_fraction)
+            found.amounts[name] = amount
+            if not is_source(spec):
+                refuse_tokenizer(name, check_pair(spec), data.tokenizer)
         except DataError as e:
-            told = e.got if is_source(spec) else f"{e.field}: {e.got}"
-            raise DataError(where, e.expected, told, e.remedy) from None
-        except OSError as e:  # no right to look there, a name that is too long
-            raise DataError(where, "a path that can be read", f"{spec}: {e.strerror}", "Mend it.") from None
-    tokenizer_identity(config.data.tokenizer)
+            if e.field != TOKENIZER_FIELD:  # which is told once, below
+                found.problems.append(e)
+    try:
+        tokenizer_identity(data.tokenizer)
+    except DataError as e:
+        found.problems.append(e)
+    return found
+
+
+def _amount(where: str, spec: str, tokenizer: str) -> Amount:
+    try:
+        return amount_of(spec, tokenizer)
+    except DataError as e:
+        told = e.got if is_source(spec) else f"{e.field}: {e.got}"
+        raise DataError(where, e.expected, told, e.remedy) from None
+    except OSError as e:  # no right to look there, a name that is too long
+        raise DataError(where, "a path that can be read", f"{spec}: {e.strerror}", "Mend it.") from None
 
 
 def check_packages(config: Config) -> None:

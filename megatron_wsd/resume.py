@@ -101,21 +101,29 @@ def _first_round(config: Config, position: int) -> int:
     return next(n for n in counting(position + 1) if points.due(n))
 
 
-def starting_point(run_dir: Path, island: int, config: Config) -> Start:
+def starting_point(
+    run_dir: Path, island: int, config: Config, eras: Sequence[Mapping[str, Any]] | None = None
+) -> Start:
     """Where an island of a run that is resumed begins.
 
     Its newest checkpoint as `resume_step` says; of a branch that has none, that of the parent; after a change
     of the number of islands that has no checkpoint yet, the one that the change names.
+
+    Args:
+        run_dir: the run folder.
+        island: its number.
+        config: of the run.
+        eras: of the run as they will be, see `plan_change`; those that it has by default.
 
     Raises:
         CheckpointError: the checkpoint is of another config; the parent's is gone or is another one; or the
             number of islands has changed and what was consumed before cannot be told from this file system.
     """
     run = RunDir(run_dir)
-    if run.run_json.exists():
-        eras, parent = run.eras(), Parent.of(run)
-    else:
-        eras, parent = [{"islands": config.islands.count, "config_digest": config.digest()}], None
+    parent = Parent.of(run) if run.run_json.exists() else None
+    if eras is None and run.run_json.exists():
+        eras = run.eras()
+    eras = eras or [{"islands": config.islands.count, "config_digest": config.digest()}]
     era, count = len(eras) - 1, int(eras[-1]["islands"])
     step = resume_step(
         run_dir, island, count, era, keep=config.checkpoint.keep, lockstep=config.sync.mode == "sync"

@@ -115,20 +115,38 @@ def open_run(
         eras: those of the run from now on, if the number of its islands changes; see `RunDir.eras`.
 
     Raises:
-        ConfigError: the folder holds something else, holds a run and ``resume`` is not set, or holds a
-            run of another config. Nothing is written then.
+        FieldError: as `check_run`. Nothing is written then.
     """
     run = RunDir(Path(path).absolute())
-    known = _check(run, config, resized=eras is not None)
-    if is_held(run.path / "launch.lock"):
-        raise IslandError(
-            "launch", "no other process at it", f"one at {run.path}", "Wait for it to end, or end it."
-        )
+    known = check_run(path, config, resume=resume, resized=eras is not None)
+    _write(run, config, known)
+    if eras is not None:
+        now = {"islands": eras[-1]["islands"], "config_digest": eras[-1]["config_digest"], "eras": eras}
+        write_json_atomic(run.run_json, {**run.facts(), **now})
+    return run
+
+
+def check_run(
+    path: str | Path, config: Config, *, resume: bool, resized: bool = False
+) -> dict[str, Any] | None:
+    """Refuse what `open_run` would, and write nothing; returns the ``run.json`` of a run that is there.
+
+    Raises:
+        ConfigError: the folder holds something else, holds a run and ``resume`` is not set, or holds none or
+            one of another config and it is.
+        IslandError: some process is at it.
+    """
+    run = RunDir(Path(path).absolute())
+    known = _check(run, config, resized=resized)
+    _refuse_held(run.path / "launch.lock", "launch")
+    for lock in sorted(run.path.glob("island_*/lock")):
+        _refuse_held(lock, lock.parent.name.replace("_", " "))
     if resume and not known:
+        there = "holds none" if run.path.exists() else "does not exist"
         raise ConfigError(
             "--resume",
             "a run to go on with",
-            f"{run.path}, which holds none",
+            f"{run.path}, which {there}",
             "Check --run-dir, or leave --resume out to begin a new run there.",
         )
     if known and not resume:
@@ -138,32 +156,49 @@ def open_run(
             f"{run.path}, which holds a run begun {known['created']}",
             "Add --resume to go on with it, or name another --run-dir.",
         )
-    _write(run, config, known)
-    if eras is not None:
-        now = {"islands": eras[-1]["islands"], "config_digest": eras[-1]["config_digest"], "eras": eras}
-        write_json_atomic(run.run_json, {**run.facts(), **now})
-    return run
+    return known
 
 
 def open_island(path: str | Path, config: Config, *, island: int, resume: bool) -> RunDir:
     """Open ``path`` for one island: its own machine's folder, or one it shares with other islands.
 
     Raises:
-        ConfigError: the folder belongs to something else or to a run of another config, or this island
-            has been here before and ``resume`` is not set. Nothing is written then.
+        FieldError: as `check_island`. Nothing is written then.
+    """
+    run = RunDir(Path(path).absolute())
+    _write(run, config, check_island(path, config, island=island, resume=resume))
+    run.island(island).mkdir(exist_ok=True)
+    return run
+
+
+def check_island(path: str | Path, config: Config, *, island: int, resume: bool) -> dict[str, Any] | None:
+    """Refuse what `open_island` would, and write nothing; returns the ``run.json`` of a run that is there.
+
+    Raises:
+        ConfigError: the folder belongs to something else or to a run of another config, or this island has
+            been here before, or is to branch off, and ``resume`` is not set.
+        IslandError: some process is at this island.
     """
     run = RunDir(Path(path).absolute())
     known = _check(run, config)
-    if run.metrics(island).exists() and not resume:
+    _refuse_held(run.island(island) / "lock", f"island {island}")
+    if resume:
+        return known
+    if run.metrics(island).exists():
         raise ConfigError(
             "--run-dir",
             f"a folder in which island {island} has not begun",
             f"{run.path}, which holds its metrics",
             "Add --resume to go on with it, or name another --run-dir.",
         )
-    _write(run, config, known)
-    run.island(island).mkdir(exist_ok=True)
-    return run
+    if known and "parent" in known:
+        raise ConfigError(
+            "--run-dir",
+            "a folder of a run that begins from nothing",
+            f"{run.path}, a branch, which begins from its parent's checkpoint",
+            "Add --resume.",
+        )
+    return known
 
 
 def begin_branch(path: Path, config: Config, parent: dict[str, Any]) -> RunDir:
@@ -245,26 +280,10 @@ _OF_THE_COUNT = ("megatron_wsd.islands.count", "megatron_wsd.islands.min_islands
 def _differing(run: RunDir, config: Config, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Field -> (saved, given) of those that matter and differ."""
     from megatron_wsd.config import load_config
+    from megatron_wsd.config.compare import differing
 
     begun = run.config_json.exists()  # else killed before it was written
-    saved = flat(load_config(run.config_json).identity()) if begun else {}
-    given = flat(config.identity())
-    missing = "(absent)"
-    return {
-        key: (saved.get(key, missing), given.get(key, missing))
-        for key in sorted((saved.keys() | given.keys()) - set(but))
-        if saved.get(key, missing) != given.get(key, missing)
-    }
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= flat(inner, f"{name}.{key}" if name else key)
-    return found
+    return differing(load_config(run.config_json).identity() if begun else {}, config.identity(), but)
 
 
 def _write(
@@ -307,17 +326,23 @@ def held(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.seek(0)
-            raise IslandError(
-                what,
-                "no other process at it",
-                f"process {' on '.join(file.read().split()[:2]) or '(unknown)'} in {path.parent}",
-                "Wait for it to end, or end it.",
-            ) from None
+            raise _in_use(path, what) from None
         file.truncate(0)
         file.write(" ".join([str(os.getpid()), *_here()]))
         file.flush()
         yield
+
+
+def _in_use(path: Path, what: str) -> IslandError:
+    who = " on ".join(path.read_text().split()[:2]) or "(unknown)"
+    return IslandError(
+        what, "no other process at it", f"process {who} in {path.parent}", "Wait for it to end, or end it."
+    )
+
+
+def _refuse_held(path: Path, what: str) -> None:
+    if is_held(path):
+        raise _in_use(path, what)
 
 
 def holder(path: Path) -> int | None:

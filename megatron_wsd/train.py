@@ -29,8 +29,6 @@ from megatron_wsd.preflight import check_trainer
 from megatron_wsd.resume import Start, starting_point
 from megatron_wsd.rundir import STOP
 
-log = logging.getLogger(__name__)
-
 # What `islands.hang_timeout_s` does not count: writing a checkpoint, and compiling in the first step.
 _LONGEST_SAVE_S = _LONGEST_START_S = 3600.0
 
@@ -185,8 +183,6 @@ class Trainer:
         start, damaged = self._choose_start() if resume else (Start(), [])
         folder, begins, store = start.folder, None, self.checkpoints.store
         self._must_be_healed = resume and folder is None
-        if self._must_be_healed:
-            log.warning("--resume: no complete checkpoint in %s, starting fresh", store.root)
         own = store.steps()[-1:]
         if self.rank == 0 and folder is not None and own and folder != store.folder(own[0]):
             say(f"goes back from its step {own[0]} to {folder.name}, the newest that all islands have")
@@ -219,6 +215,8 @@ class Trainer:
         self._losses = LossWatch(self.config, self.address.island, self.outer.group)
         if self.rank == 0:
             how = f"resumed at {self._where()}" if folder else "fresh"
+            if resume and folder is None:
+                how = f"begins anew, no checkpoint yet in {self.checkpoints.store.root}"
             end = "no end" if self.stop_at is None else f"step {self.stop_at}"
             sync = self.config.sync
             say(

@@ -26,7 +26,7 @@ from megatron_wsd.cli.resize import resize
 from megatron_wsd.cli.schedule import schedule
 from megatron_wsd.cli.status import status
 from megatron_wsd.cli.usage import Command, Group, epilog
-from megatron_wsd.errors import MegatronWSDError
+from megatron_wsd.errors import MegatronWSDError, Refused
 
 _READER_GONE = 128 + signal.SIGPIPE
 
@@ -48,12 +48,13 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (MegatronWSDError, OSError) as e:
             if os.environ.get("MEGATRON_WSD_DEBUG"):
                 raise
-            text = str(e)
+            texts = [str(problem) for problem in (e.problems if isinstance(e, Refused) else [e])]
             if isinstance(e, OSError):
-                text = f"{e.filename or 'system'}: {e.strerror or e}"
+                texts = [f"{e.filename or 'system'}: {e.strerror or e}"]
                 if e.errno == errno.ENOSPC:
-                    text += ". Free some space, or name another folder."
-            typer.echo(f"megatron-wsd: error: {text}", err=True)
+                    texts[0] += ". Free some space, or name another folder."
+            for text in texts:
+                typer.echo(f"megatron-wsd: error: {text}", err=True)
             raise typer.Exit(2) from None
         except ModuleNotFoundError as e:
             if (e.name or "").partition(".")[0] != "matplotlib":

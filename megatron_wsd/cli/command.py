@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import megatron_wsd
-from megatron_wsd.addresses import lighthouse_host_port
+from megatron_wsd.addresses import address_for, is_here, is_loopback, lighthouse_host_port
 from megatron_wsd.cli.machine import (
     cores,
     island_devices,
@@ -21,7 +21,7 @@ from megatron_wsd.cli.machine import (
     visible_cuda_devices,
 )
 from megatron_wsd.diloco.faults import FLAG, VARIABLE, Fault, join_faults
-from megatron_wsd.errors import ConfigError
+from megatron_wsd.errors import ConfigError, MegatronWSDError
 
 _TRAIN = Path(megatron_wsd.__file__).resolve().parent.parent / "launch" / "train.py"
 
@@ -87,6 +87,42 @@ class Island:
                 "Install the Debian package pdsh, and let ssh to the hosts work without a password.",
             )
 
+    @property
+    def elsewhere(self) -> list[str]:
+        """The machines of the hostfile that are not this one."""
+        if self.hostfile is None:
+            return []
+        return [host for host in read_hostfile(self.hostfile, self.ranks) if not is_here(host)]
+
+    def check_reachable(self) -> None:
+        """Refuse addresses of the loopback interface that ranks on other machines would be told.
+
+        Raises:
+            ConfigError: the lighthouse, or the store of this island, is at such a one.
+        """
+        others = self.elsewhere
+        if not others:
+            return
+        host, _ = lighthouse_host_port(self.lighthouse)
+        if is_loopback(host):
+            raise ConfigError(
+                "--lighthouse",
+                f"an address at which {others[0]} of the hostfile reaches it",
+                f"{host}, where it would look for it on itself",
+                "Give the address of the lighthouse in the network that all machines share.",
+            )
+        try:
+            address = address_for(self.lighthouse, self.interface)
+        except MegatronWSDError:
+            return  # told by whoever asks for the address itself
+        if is_loopback(address):
+            raise ConfigError(
+                "--interface",
+                f"a network in which {others[0]} of the hostfile reaches this machine",
+                f"{self.interface or 'none'}, so that its address would be {address}",
+                "Name the network towards the other islands, in which all machines of this one are.",
+            )
+
     def command(self, master_port: int) -> list[str]:
         """The `deepspeed` command line of this island."""
         launch = tool("deepspeed")
@@ -126,7 +162,9 @@ class Island:
             # NCCL takes patterns as well; gloo takes names alone.
             named = inside if inside in psutil.net_if_addrs() else self.interface
             added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", named)
-        if not visible_cuda_devices():
+        if self.elsewhere:  # they may have what this machine lacks: DeepSpeed finds out on each of them
+            added |= {n: os.environ[n] for n in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if n in os.environ}
+        elif not visible_cuda_devices():
             threads = max(1, cores() // (self.islands * self.ranks))
             added["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
             added["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))

@@ -6,11 +6,14 @@ import json
 import socket
 from collections.abc import Sequence
 
+import typer
+
 from megatron_wsd.addresses import address_for
+from megatron_wsd.cli.checks import Checks
 from megatron_wsd.cli.command import Island
 from megatron_wsd.cli.machine import island_devices, read_hostfile, visible_cuda_devices
 from megatron_wsd.config import Config
-from megatron_wsd.errors import ConfigError, MegatronWSDError
+from megatron_wsd.errors import ConfigError, MegatronWSDError, Refused
 
 _VPN = (
     "nothing between islands is authenticated or encrypted, neither torchft's messages nor gloo's:",
@@ -36,6 +39,17 @@ def preamble(config: Config, plans: Sequence[Island], *, local: bool) -> list[st
     return [f"# {line}" for line in lines]
 
 
+def end_dry_run(found: Checks) -> None:
+    """Tell what a start would say, after what was asked for, which may be meant for another machine.
+
+    Raises:
+        MegatronWSDError: what is wrong with the run.
+    """
+    for line in found.dry_lines():
+        typer.echo(line)
+    Refused.raise_all(found.problems)
+
+
 def _ranks(plan: Island) -> list[str]:
     name = f"island {plan.island} of {plan.islands}"
     if plan.hostfile is not None:
@@ -43,6 +57,11 @@ def _ranks(plan: Island) -> list[str]:
         for host, slots in read_hostfile(plan.hostfile, plan.ranks).items():
             lines.append(f"{name}: ranks {_span(first, slots)} on {host}")
             first += slots
+        if plan.elsewhere:
+            lines.append(
+                f"{name}: each machine takes the devices that it has, else its CPU; this one "
+                f"({socket.gethostname()}) is not asked for theirs"
+            )
         return lines
     here = f"{name}: ranks {_span(0, plan.ranks)} on {socket.gethostname()}"
     devices = visible_cuda_devices()

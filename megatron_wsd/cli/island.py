@@ -16,15 +16,15 @@ import psutil
 import typer
 
 from megatron_wsd.addresses import address_for, lighthouse_host_port
+from megatron_wsd.cli.checks import before_island
 from megatron_wsd.cli.command import Island, deepspeed_env_lines
-from megatron_wsd.cli.dry_run import preamble
+from megatron_wsd.cli.dry_run import end_dry_run, preamble
 from megatron_wsd.cli.logs import HEADER, console_text, failure
 from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_port, say
-from megatron_wsd.config import Config, load_config
+from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
-from megatron_wsd.preflight import check_files, check_packages, check_trainer
-from megatron_wsd.resume import stands_at, starting_point
+from megatron_wsd.preflight import check_trainer
 from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -69,46 +69,24 @@ def island(
     if script is None:
         check_trainer(loaded)
     port = master_port or free_port()
+    found = before_island(loaded, plan)
     if dry_run:
         typer.echo("\n".join([*preamble(loaded, [plan], local=False), *dry_lines(plan, port)]))
-        if script is None:
-            check_files(loaded)  # after what was asked for, which may be meant for another machine
+        end_dry_run(found)
         return
-    plan.check_machine()
-    if script is None:
-        check_files(loaded)
-        check_packages(loaded)
-    address_for(lighthouse, interface)
-    inside = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if inside.isalnum() and inside not in psutil.net_if_addrs():  # else it may be a pattern
-        say(f"island {island}", f"warning: NCCL_SOCKET_IFNAME is {inside}, which this machine has not")
+    # what is started by `launch` is told there
+    found.insist(f"island {island}", quiet=holder(plan.run_dir / "launch.lock") == os.getppid())
+    if found.done:
+        return
     command = plan.command(port)
     # One that goes on may have lost the link to it, and is started again until the link is back.
     _await_lighthouse(
         f"island {island}", lighthouse, loaded.islands.start_timeout_s if resume else _LIGHTHOUSE_WAIT_S
     )
     run = open_island(run_dir, loaded, island=island, resume=resume)
-    if resume and script is None:  # what cannot be resumed is told before any rank starts
-        done = starting_point(run.path, island, loaded).position(loaded)
-        if steps is not None and done >= steps and _all_at(steps, run, loaded):
-            told = f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all"
-            say(f"island {island}", told)
-            return
     with held(run.island(island) / "lock", f"island {island}"):
         (run.island(island) / STOP).unlink(missing_ok=True)  # of an earlier process
         raise typer.Exit(_supervise(plan, run, command))
-
-
-def _all_at(steps: int, run: RunDir, config: Config) -> bool:
-    """Whether no island has still to come there, as far as their folders are here.
-
-    One that lies behind needs the others in its first meeting.
-    """
-    try:
-        starts = [starting_point(run.path, i, config) for i in range(config.islands.count or 1)]
-    except MegatronWSDError:
-        return False  # of an island on another cluster
-    return stands_at(starts, config) >= steps
 
 
 def dry_lines(plan: Island, master_port: int) -> list[str]:

@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
+from megatron_wsd.cli.checks import before_launch
 from megatron_wsd.cli.command import Island
-from megatron_wsd.cli.dry_run import preamble
+from megatron_wsd.cli.dry_run import end_dry_run, preamble
 from megatron_wsd.cli.island import dry_lines
 from megatron_wsd.cli.lighthouse import Lighthouse, lighthouse_command
 from megatron_wsd.cli.logs import excerpt, failed, failure, starts
@@ -26,8 +27,7 @@ from megatron_wsd.config.read import read_json
 from megatron_wsd.control import ControlFolder, override_order
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError
-from megatron_wsd.preflight import check_files, check_packages, check_trainer
-from megatron_wsd.resume import fit_override, plan_change, stands_at, starting_point
+from megatron_wsd.preflight import check_trainer
 from megatron_wsd.rundir import RunDir, held, holder, is_held, open_run
 
 _GRACE_S = 30.0  # for islands that end because another failed; the user's Ctrl-C has no such limit
@@ -86,38 +86,24 @@ def launch(
     order = override_order(override, secrets.token_hex(8)) if override else None
     if order is not None and not resume:
         raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
+    found = before_launch(loaded, plans, resize=islands is not None, order=order)
     if dry_run:
         typer.echo("\n".join([f"# {essentials}", *preamble(loaded, plans, local=True)]))
         typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
         for plan in plans:
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
-        if script is None:
-            check_files(loaded)  # after what was asked for, which may be meant for another machine
-            if order is not None and RunDir(run_dir).run_json.is_file():
-                fit_override(order, [starting_point(run_dir, plan.island, loaded) for plan in plans], loaded)
+        end_dry_run(found)
         return
-    plans[0].check_machine()
-    if script is None:
-        check_files(loaded)
-        check_packages(loaded)
-    elif compiles_adam(loaded):
+    found.insist("launch")
+    if found.done:
+        return
+    if script is not None and compiles_adam(loaded):
         say("launch", "on a CPU DeepSpeed compiles its Adam first, for minutes and without a word;")
         say("launch", '"torch_adam": true in optimizer.params takes torch\'s, which needs no compiler')
-    stop = StopRequest()
-    change = plan_change(run_dir, loaded) if resume and islands is not None and script is None else None
+    stop, change, order = StopRequest(), found.change, found.order
     run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)
     if change is not None:
         say("launch", change.told(loaded))
-    if resume and script is None:  # what cannot be resumed is told before any rank starts
-        starts = [starting_point(run.path, plan.island, loaded) for plan in plans]
-        if steps is not None and (done := stands_at(starts, loaded)) >= steps:
-            dropped = "; nothing is overridden" if order is not None else ""
-            told = (
-                f"nothing to do: the run stands at step {done}, and --steps asks for {steps} in all{dropped}"
-            )
-            say("launch", told)
-            return
-        order = None if order is None else fit_override(order, starts, loaded)
     with held(run.path / "launch.lock", "launch"):
         if order is not None:
             ControlFolder(run.path).propose(order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,14 +26,20 @@ _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:bps|bit/s|bits/s|bit|bit
 def plan(
     config: Annotated[Path, typer.Argument(help="The json config.")],
     model: Annotated[
-        str | None, typer.Option(help="Another model: 25m, 1b, 7b, 70b, 405b, 1t, or that of a config.")
+        str | None,
+        typer.Option(
+            help="Another model: 25m, 150m, 1b, 7b, 13b, 70b, 405b, 1t, or that of a config. Its shape, "
+            "sequence length, vocabulary and recomputation; all else stays that of CONFIG."
+        ),
     ] = None,
     islands: Annotated[int | None, typer.Option(help="Islands, whatever the config says.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of an island, whatever the config says.")] = None,
     wan: Annotated[str, typer.Option(help="Bandwidths of the link of one island.")] = "1gbps,10gbps,100gbps",
     rtt_ms: Annotated[float, typer.Option(help="Round trip between islands.")] = 30.0,
     step_time_s: Annotated[float | None, typer.Option(help="Measured seconds of an inner step.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Device: a100, h100 (default), h200, b200, ...")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Device: v100, a10, l40s, a100, h100 (default), h200, b200, mi300x.")
+    ] = None,
     tflops: Annotated[float | None, typer.Option(help="Peak TFLOP/s of one device.")] = None,
     mfu: Annotated[float, typer.Option(help="Share of that peak which is reached.")] = 0.4,
     flash: Annotated[bool, typer.Option("--flash", help="Attention keeps no scores in memory.")] = False,
@@ -61,7 +68,9 @@ def plan(
         mfu=mfu,
         flash=flash,
     )
-    made = make_plan(loaded, question)
+    made = _with_data(make_plan(loaded, question), loaded)
+    if model is not None:
+        made = replace(made, assumed=[_told_model(model, loaded), *made.assumed])
     if plot is not None:
         _draw(loaded, question, f"{config.stem}: {_fleet(made)}", plot)
     if as_json:
@@ -115,7 +124,9 @@ def config_for(path: Path, model: str | None, islands: int | None, ranks: int | 
     kept = {k: v for k, v in fixed.items() if k not in gone and replaced.get(k) is None}
     raw[BLOCK] = {**block, "islands": kept}
     if model is not None:
-        raw[BLOCK]["model"] = _model(model)
+        own = block.get("model")
+        layout = {k: v for k, v in own.items() if k == "tensor_parallel"} if isinstance(own, dict) else {}
+        raw[BLOCK]["model"] = {**_model(model), **layout}
     return parse_config(raw, str(path), islands=islands, ranks=ranks)
 
 
@@ -135,6 +146,37 @@ def _model(name: str) -> dict[str, Any]:
     return {**other.model.model_dump(mode="json"), "vocab_size": vocabulary(other)}
 
 
+def _told_model(name: str, config: Config) -> str:
+    """The shape that ``--model`` stands for, and what it leaves as it is."""
+    model = config.model
+    assert model is not None
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    return (
+        f"the model is {name}: {model.num_layers} layers, hidden size {model.hidden_size:,}, ffn "
+        f"{model.ffn_hidden_size:,}, {heads} heads in {groups} query groups, sequences of "
+        f"{model.seq_length:,}, vocabulary {model.vocab_size:,}, {'' if model.recompute else 'no '}"
+        f"recomputation; of the config are tensor_parallel ({model.tensor_parallel}), batch sizes, schedule, "
+        "exchange and data"
+    )
+
+
+def _with_data(made: Plan, config: Config) -> Plan:
+    """The plan with what becomes of the corpora, as far as they are here."""
+    from megatron_wsd.config import BLOCK
+    from megatron_wsd.data.epochs import passages
+    from megatron_wsd.preflight import look_at_files
+
+    files = look_at_files(config)
+    data = passages(config, files.amounts, schedule=config.schedule)
+    unknown = [e for e in files.problems if e.field.startswith(f"{BLOCK}.data.corpora.")]
+    return replace(
+        made,
+        data=data,
+        warnings=[*made.warnings, *(p.warning for p in data if p.warning)],
+        assumed=[*made.assumed, *(f"nothing of the epochs of a corpus: {e}" for e in unknown)],
+    )
+
+
 def check_picture(out: Path) -> None:
     """That ``--plot`` names a picture that can be written.
 
@@ -149,8 +191,6 @@ def check_picture(out: Path) -> None:
 
 
 def _draw(config: Config, question: Question, title: str, out: Path) -> None:
-    from dataclasses import replace
-
     from megatron_wsd.planner import make_plan
     from megatron_wsd.planner.picture import bandwidths, draw
 
@@ -164,7 +204,8 @@ def _draw(config: Config, question: Question, title: str, out: Path) -> None:
 def tables(made: Plan) -> list[Table]:
     """Everything of a plan as tables for people."""
     found = [_memory(made), _exchange(made), _links(made), _advice(made)]
-    return [*found, _phases(made)] if made.phases else found
+    found += [_phases(made)] if made.phases else []
+    return [*found, _data(made)] if made.data else found
 
 
 def _print(table: Table) -> None:
@@ -255,7 +296,18 @@ def _phases(made: Plan) -> Table:
     table = _table(title, "phase", "from step", "to step", "tokens", "rate at first", "at last")
     for phase in made.phases:
         rates = (f"{phase.rate_first:.3g}", f"{phase.rate_last:.3g}")
-        table.add_row(phase.name, f"{phase.first:,}", f"{phase.last:,}", count(phase.tokens), *rates)
+        last = "open" if phase.last is None else f"{phase.last:,}"
+        tokens = "" if phase.tokens is None else count(phase.tokens)
+        table.add_row(phase.name, f"{phase.first:,}", last, tokens, *rates)
+    return table
+
+
+def _data(made: Plan) -> Table:
+    end = made.data[0].end
+    table = _table("Data" if end is None else f"Data to step {end:,}", "corpus", "tokens to train on", "use")
+    for passage in made.data:
+        most = "" if passage.exact else "at most "
+        table.add_row(passage.corpus, f"{most}{count(passage.tokens)}", str(passage))
     return table
 
 

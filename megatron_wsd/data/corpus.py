@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_wsd.errors import DataError
@@ -20,10 +21,13 @@ from megatron_wsd.errors import DataError
 BUILTIN_CORPORA = {"broad": "builtin:stdlib", "high_quality": "builtin:pydoc"}
 
 _PLAIN = {".txt", ".py", ".md"}
+TEXT_SUFFIXES = tuple(sorted(_PLAIN | {".jsonl"}))
+"""What ``text:FOLDER`` reads; every other file in it is skipped."""
 # pydoc_data is the other builtin corpus; tests are repetitive; the rest is not the standard library.
 _STDLIB_SKIP = {"site-packages", "dist-packages", "pydoc_data", "test", "tests", "idle_test", "__pycache__"}
 # A larger file is cut into several documents, so that memory holds one piece at a time.
 _PIECE_BYTES = 16 * 2**20
+_KINDS_SHOWN = 5
 
 Documents = Iterator[tuple[str, bytes]]
 
@@ -35,10 +39,32 @@ class Source:
     Attributes:
         spec: "builtin:stdlib", "builtin:pydoc" or "text:PATH", as it was given.
         read: yields (name, bytes) in a fixed order, anew at every call.
+        num_bytes: of its text, and in .jsonl of what stands around it: no less than there is.
+        most_documents: no less than there are, those in .jsonl aside.
+        plain: there is no .jsonl, so ``num_bytes`` is what there is.
+        files: how many are read; 0 for help topics.
+        skipped: how many files of a folder are not read, by suffix: of another kind, or empty.
     """
 
     spec: str
     read: Callable[[], Documents]
+    num_bytes: int = 0
+    most_documents: int = 0
+    plain: bool = True
+    files: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def told_skipped(self) -> str:
+        """What of a folder is not read, and which suffixes are, in a line for people; empty if all is."""
+        if not self.skipped:
+            return ""
+        kinds = sorted(self.skipped.items(), key=lambda kind: (-kind[1], kind[0]))
+        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:_KINDS_SHOWN])
+        more = f", {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
+        return (
+            f"{self.files:,} files are read (*{', *'.join(TEXT_SUFFIXES)}), "
+            f"{sum(self.skipped.values()):,} skipped: {shown}{more}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +96,8 @@ def open_source(spec: str) -> Source:
     if spec == "builtin:stdlib":
         return _files_source(spec, _stdlib_files())
     if spec == "builtin:pydoc":
-        return Source(spec, _pydoc_topics)
+        sizes = [len(data) for _, data in _pydoc_topics()]
+        return Source(spec, _pydoc_topics, sum(sizes), len(sizes))
     kind, _, path = spec.partition(":")
     if kind != "text" or not path:
         raise DataError(
@@ -79,7 +106,7 @@ def open_source(spec: str) -> Source:
             spec,
             "Use one of these.",
         )
-    return _files_source(spec, _text_files(Path(path).expanduser()))
+    return _files_source(spec, *_text_files(Path(path).expanduser()))
 
 
 def digest_source(documents: Documents) -> SourceDigest:
@@ -111,7 +138,9 @@ class SourceHasher:
         return SourceDigest(self._sha.hexdigest(), self._documents, self._bytes)
 
 
-def _files_source(spec: str, files: list[tuple[str, Path]]) -> Source:
+def _files_source(
+    spec: str, files: list[tuple[str, Path]], skipped: Mapping[str, int] | None = None
+) -> Source:
     def read() -> Documents:
         for name, path in files:
             try:
@@ -119,7 +148,11 @@ def _files_source(spec: str, files: list[tuple[str, Path]]) -> Source:
             except OSError as error:
                 raise DataError(spec, "a file that can be read", f"{path}: {error.strerror}") from error
 
-    return Source(spec, read)
+    lines = [path.suffix == ".jsonl" for _, path in files]
+    sizes = [path.stat().st_size for _, path in files]
+    # a json line is longer than its text and the end of a document together
+    pieces = sum(1 + size // _PIECE_BYTES for size, jsonl in zip(sizes, lines, strict=True) if not jsonl)
+    return Source(spec, read, sum(sizes), pieces, not any(lines), len(files), skipped or {})
 
 
 def _plain(name: str, path: Path) -> Documents:
@@ -151,23 +184,31 @@ def _jsonl(name: str, path: Path) -> Documents:
                 yield f"{name}:{number}", text.encode("utf-8", errors="replace")
 
 
-def _walk(folder: Path, suffixes: set[str], skip: set[str]) -> list[tuple[str, Path]]:
+def _walk(
+    folder: Path, suffixes: Iterable[str], skip: set[str]
+) -> tuple[list[tuple[str, Path]], Counter[str]]:
+    """The files with text, by name, and how many others there are, by suffix."""
+
     def unreadable(error: OSError) -> None:
         # os.walk passes over what it may not list: part of the corpus would be missing without a word.
         raise DataError(str(folder), "folders that can be listed", f"{error.filename}: {error.strerror}")
 
-    found = []
+    found, others = [], Counter[str]()
     for parent, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if name not in skip]  # not even entered
         for path in (Path(parent, name) for name in names):
-            if path.suffix in suffixes and path.is_file() and path.stat().st_size > 0:
+            if path.suffix not in suffixes:
+                others[path.suffix or "without a suffix"] += 1
+            elif path.is_file() and path.stat().st_size > 0:
                 found.append((path.relative_to(folder).as_posix(), path))
-    return sorted(found)
+            else:
+                others[f"{path.suffix} (empty)"] += 1
+    return sorted(found), others
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
     folder = Path(sysconfig.get_path("stdlib"))
-    files = _walk(folder, {".py"}, _STDLIB_SKIP)
+    files, _ = _walk(folder, {".py"}, _STDLIB_SKIP)
     if not files:
         raise DataError(
             "builtin:stdlib",
@@ -193,17 +234,21 @@ def _pydoc_topics() -> Documents:
             yield name, topics[name].encode()
 
 
-def _text_files(path: Path) -> list[tuple[str, Path]]:
-    kinds = "*" + ", *".join(sorted(_PLAIN | {".jsonl"}))
+def _text_files(path: Path) -> tuple[list[tuple[str, Path]], Mapping[str, int]]:
+    kinds = f"*{', *'.join(TEXT_SUFFIXES)}"
+    skipped: Mapping[str, int] = {}
     if path.is_file():
         files = [(path.name, path)] if path.stat().st_size > 0 else []
         expected = "a file with text in it"
     elif path.is_dir():
-        files = _walk(path, _PLAIN | {".jsonl"}, {"__pycache__"})
+        files, skipped = _walk(path, TEXT_SUFFIXES, {"__pycache__"})
         expected = f"a folder with {kinds} that are not empty"
     else:
         files, expected = [], f"a file, or a folder with {kinds}"
     if not files:
-        got = f"{path} ({'nothing of the kind' if path.exists() else 'does not exist'})"
-        raise DataError(f"text:{path}", expected, got, "Give the path of your text.")
-    return files
+        why = "does not exist"
+        if path.exists():
+            others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(skipped.items()))
+            why = f"nothing of the kind{f', but {others}' if others else ''}"
+        raise DataError(f"text:{path}", expected, f"{path} ({why})", "Give the path of your text.")
+    return files, skipped

@@ -56,9 +56,11 @@ def check_pair(spec: str | Path) -> Path:
     text = str(Path(spec).expanduser())
     prefix = Path(text[: -len(".bin")] if text.endswith((".bin", ".idx")) else text)
     idx, data = idx_path(prefix), bin_path(prefix)
+    missing = [path for path in (idx, data) if not path.is_file()]
+    if missing:
+        both = f", nor at {data}" if len(missing) > 1 else ""
+        raise DataError(str(missing[0]), "a file", f"nothing there{both}", _missing_remedy(prefix))
     for path in (idx, data):
-        if not path.is_file():
-            raise DataError(str(path), "a file", "nothing there", _missing_remedy(prefix))
         if path.stat().st_size == 0:
             raise DataError(str(path), "a file with something in it", "0 bytes", _REBUILD)
     idx_bytes = idx.stat().st_size
@@ -91,6 +93,13 @@ def check_pair(spec: str | Path) -> Path:
         expected_end = f"{end} bytes, as {idx.name} says"
         raise DataError(str(data), expected_end, f"{data.stat().st_size} bytes", _REBUILD)
     return prefix
+
+
+def pair_tokens(prefix: Path) -> int:
+    """How many tokens a pair holds that `check_pair` has looked at."""
+    with idx_path(prefix).open("rb") as file:
+        _, _, code, _, _ = _HEADER.unpack(file.read(_HEADER.size))
+    return bin_path(prefix).stat().st_size // np.dtype(_TOKEN_DTYPES[code]).itemsize
 
 
 def _missing_remedy(prefix: Path) -> str:

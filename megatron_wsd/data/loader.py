@@ -12,9 +12,9 @@ import torch
 from megatron_wsd.data.corpus import is_source
 from megatron_wsd.data.indexed import TokenFile
 from megatron_wsd.data.mix import Split, split_corpus
-from megatron_wsd.data.prepare import prepare_in_cache, read_manifest
+from megatron_wsd.data.prepare import prepare_in_cache, read_manifest, refuse_tokenizer
 from megatron_wsd.data.sampler import MixSampler
-from megatron_wsd.data.tokenizer import load_tokenizer, tokenizer_identity
+from megatron_wsd.data.tokenizer import load_tokenizer
 from megatron_wsd.errors import DataError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -93,14 +93,7 @@ def open_corpora(corpora: Mapping[str, str], cache_dir: str | Path, tokenizer: s
             files[name] = TokenFile(prepare_in_cache(spec, load_tokenizer(tokenizer), cache_dir, name))
             continue
         files[name] = TokenFile(spec)
-        manifest = read_manifest(files[name].prefix)
-        if manifest and not tokenizer_identity(tokenizer).items() <= manifest["tokenizer"].items():
-            raise DataError(
-                f"megatron_wsd.data.corpora.{name}",
-                f"tokens of data.tokenizer, {tokenizer!r}",
-                f"{files[name].prefix} of {manifest['tokenizer']}",
-                "Name the tokenizer it was prepared with, or prepare it again.",
-            )
+        refuse_tokenizer(name, files[name].prefix, tokenizer)
     return Corpora(files)
 
 

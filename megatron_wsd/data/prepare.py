@@ -27,7 +27,7 @@ from megatron_wsd.data.corpus import (
     open_source,
 )
 from megatron_wsd.data.indexed import bin_path, idx_path, megatron_indexed_dataset
-from megatron_wsd.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_wsd.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_identity
 from megatron_wsd.errors import DataError
 
 FORMAT = 1  # goes up when the same documents would give other tokens
@@ -69,6 +69,27 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or manifest.get("state") != "complete":
         return None
     return manifest if all(manifest.get(key) == size for key, size in sizes.items()) else None
+
+
+def refuse_tokenizer(name: str, prefix: str | Path, tokenizer: str) -> None:
+    """Refuse a pair of files that was prepared, by us, with another tokenizer than the run names.
+
+    Args:
+        name: of the corpus.
+        prefix: of its files.
+        tokenizer: as in data.tokenizer; it is not loaded.
+
+    Raises:
+        DataError: it was; or there are no files of the tokenizer.
+    """
+    manifest = read_manifest(prefix)
+    if manifest and not tokenizer_identity(tokenizer).items() <= manifest["tokenizer"].items():
+        raise DataError(
+            f"megatron_wsd.data.corpora.{name}",
+            f"tokens of data.tokenizer, {tokenizer!r}",
+            f"{prefix} of {manifest['tokenizer']}",
+            "Name the tokenizer it was prepared with, or prepare it again.",
+        )
 
 
 def plan_corpus(spec: str, tokenizer: Tokenizer, prefix: str | Path, force: bool = False) -> Plan:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_wsd.errors import DataError
 
-_FIELD = "megatron_wsd.data.tokenizer"
+FIELD = "megatron_wsd.data.tokenizer"
 # What makes two Hugging Face tokenizers the same; the weights that may lie beside them do not.
 _HF_FILES = ("tokenizer*", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model")
 
@@ -73,7 +73,7 @@ class HFTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(
-                _FIELD,
+                FIELD,
                 "the package transformers for a tokenizer hf:PATH",
                 f"{type(error).__name__}: {error}",
                 "Install it (pip install transformers), or use the tokenizer 'byte'.",
@@ -86,14 +86,14 @@ class HFTokenizer:
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise DataError(
-                _FIELD,
+                FIELD,
                 "a folder written by save_pretrained",
                 f"{folder}: {error}",
                 "Give the folder that holds tokenizer.json or tokenizer_config.json.",
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(
-                _FIELD,
+                FIELD,
                 "a tokenizer with an eos_token, which ends every document",
                 f"{folder} without one",
                 "Set eos_token in its tokenizer_config.json.",
@@ -131,12 +131,12 @@ def tokenizer_identity(spec: str) -> dict[str, str]:
         return {"type": "byte"}
     kind, _, path = spec.partition(":")
     if kind != "hf" or not path:
-        raise DataError(_FIELD, "'byte' or 'hf:PATH'", repr(spec), "Use 'byte' if in doubt.")
+        raise DataError(FIELD, "'byte' or 'hf:PATH'", repr(spec), "Use 'byte' if in doubt.")
     folder = Path(path).expanduser()
     files = {file for pattern in _HF_FILES for file in folder.glob(pattern) if file.is_file()}
     if not files:
         raise DataError(
-            _FIELD,
+            FIELD,
             "a folder with the files of a Hugging Face tokenizer",
             f"{folder} ({'no such file in it' if folder.is_dir() else 'not a folder'})",
             "Download the tokenizer beforehand and give its folder; names of a hub are not looked up.",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+from megatron_wsd.config.compare import differing
 from megatron_wsd.errors import ExchangeError, IslandError
 
 PROTOCOL = 2
@@ -201,7 +203,23 @@ def to_int64(value: int) -> int:
     return low - (1 << 64) if low >> 63 else low
 
 
-def decide(quorum: Sequence[Report], settled: bool = False, rules: Rules = LOCKSTEP) -> Decision:
+def ask_for_configs(reports: Sequence[Report]) -> bool:
+    """Whether the islands shall tell each other their configs, to say in what they differ.
+
+    Only those that can: of one version, with an equal for every rank, and each under a number of its own.
+    """
+    if len({r.config for r in reports}) == 1:
+        return False
+    alike = len({(r.protocol, r.ranks) for r in reports}) == 1
+    return alike and len({r.island for r in reports}) == len(reports)
+
+
+def decide(
+    quorum: Sequence[Report],
+    settled: bool = False,
+    rules: Rules = LOCKSTEP,
+    configs: Mapping[int, Mapping[str, Any]] | None = None,
+) -> Decision:
     """The decision that every rank draws from the reports of a quorum.
 
     The island with most commits leads. At equal commits but different contents the majority leads, and
@@ -213,6 +231,7 @@ def decide(quorum: Sequence[Report], settled: bool = False, rules: Rules = LOCKS
         settled: whether the caller has met the others since it was started. A newcomer that does not fit
             ends with an error; those under way only lose the round to it.
         rules: when contributions make a round.
+        configs: by island, `Config.identity`, where they differ and could be told.
 
     Raises:
         IslandError: the islands run different configs, corpora, versions of this package or numbers of
@@ -221,7 +240,7 @@ def decide(quorum: Sequence[Report], settled: bool = False, rules: Rules = LOCKS
     """
     order = sorted(range(len(quorum)), key=lambda place: quorum[place].island)
     reports = tuple(quorum[place] for place in order)
-    problem = _misfit(reports)
+    problem = _misfit(reports, configs or {})
     if problem is not None:
         if settled:
             raise ExchangeError(f"an island that has just been started does not fit: {problem}")
@@ -287,7 +306,7 @@ _MUST_AGREE = (
 )
 
 
-def _misfit(reports: Sequence[Report]) -> IslandError | None:
+def _misfit(reports: Sequence[Report], configs: Mapping[int, Mapping[str, Any]]) -> IslandError | None:
     """Why these islands cannot work together; None if they can. Compared with one under way if any is."""
     first = max(reports, key=lambda r: (r.settled, -r.island))
     for other in reports:
@@ -300,6 +319,8 @@ def _misfit(reports: Sequence[Report]) -> IslandError | None:
         for name, what, remedy in _MUST_AGREE:
             values = [getattr(r, name) for r in sorted((first, other), key=lambda r: r.island)]
             if values[0] != values[1]:
+                if name == "config" and configs:
+                    return _other_config(configs, *sorted((first.island, other.island)))
                 shown = " and ".join(
                     f"{v:x}" if name in ("config", "data", "plan") else str(v) for v in values
                 )
@@ -312,3 +333,19 @@ def _misfit(reports: Sequence[Report]) -> IslandError | None:
                 "Set the same megatron_wsd.model.seed, or seed torch alike before the model is built.",
             )
     return None
+
+
+_KEYS_SHOWN = 6
+
+
+def _other_config(configs: Mapping[int, Mapping[str, Any]], one: int, other: int) -> IslandError:
+    """In one line: a console and its excerpts go by lines."""
+    found = differing(configs[one], configs[other])
+    rows = [f"{key} {left} and {right}" for key, (left, right) in found.items()]
+    more = [f"{len(rows) - _KEYS_SHOWN} more keys"] if len(rows) > _KEYS_SHOWN else []
+    return IslandError(
+        f"island {one} and island {other}",
+        "the same config on all islands",
+        "; ".join([*rows[:_KEYS_SHOWN], *more]),
+        "Only logging, checkpoints, timeouts and folders may differ.",
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,15 @@ import torch
 
 from megatron_wsd.config import Config
 from megatron_wsd.control import Order
-from megatron_wsd.diloco.agree import Decision, Report, Rules, combine_digests, decide, to_int64
+from megatron_wsd.diloco.agree import (
+    Decision,
+    Report,
+    Rules,
+    ask_for_configs,
+    combine_digests,
+    decide,
+    to_int64,
+)
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.faults import NO_FAULTS, Faults
 from megatron_wsd.diloco.fragments import SyncPoints
@@ -27,7 +35,7 @@ from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq,
 from megatron_wsd.diloco.residence import Dock
 from megatron_wsd.diloco.snapshot import SnapshotServer, fetch
 from megatron_wsd.diloco.state import FragmentState, OuterState
-from megatron_wsd.diloco.wire import Chunk, broadcast_json, cut
+from megatron_wsd.diloco.wire import Chunk, broadcast_json, cut, gather_json
 from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError, TooFewIslands
 from megatron_wsd.optim import native, wire
 
@@ -283,9 +291,24 @@ class OuterHalf:
                 "another that was started later and has taken its place",
                 "Nothing is to be done: it goes on.",
             )
-        decision = decide(reports, self.settled, self._rules)
+        decision = decide(reports, self.settled, self._rules, self._configs(reports))
         self._seat.roll.check_complete(max(r.missing for r in decision.reports))
         return decision
+
+    def _configs(self, reports: Sequence[Report]) -> dict[int, Any]:
+        """By island, what it is configured with: where they differ, for the message that says in what.
+
+        All ranks of all islands have the same reports, so all ask or none.
+        """
+        if not ask_for_configs(reports):
+            return {}
+        place = [r.island for r in reports].index(self._island)
+        try:
+            found = gather_json(self._seat, self._config.identity(), place, len(reports))
+        except ExchangeError as e:  # then the message has digests alone
+            log.warning("the islands' configs differ and cannot be compared: %s", e)
+            return {}
+        return {r.island: config for r, config in zip(reports, found, strict=True)}
 
     def _report(
         self,

@@ -38,6 +38,21 @@ def cut(fmt: WireFormat, numel: int, bucket_bytes: int) -> list[Chunk]:
     return found
 
 
+def gather_json(seat: Membership, value: Any, place: int, size: int) -> list[Any]:
+    """The json values of the equal ranks of all islands, in the order of the quorum.
+
+    Args:
+        seat: this rank's.
+        value: its own.
+        place: its place in the quorum.
+        size: islands in the quorum.
+
+    Raises:
+        ExchangeError: a peer is gone or too late.
+    """
+    return [broadcast_json(seat, value, i, receiving=i != place) for i in range(size)]
+
+
 def broadcast_json(seat: Membership, value: Any, source: int, *, receiving: bool) -> Any:
     """Send a json value from one island to the equal ranks of all others; returns it everywhere.
 

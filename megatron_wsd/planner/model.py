@@ -61,12 +61,13 @@ PRESETS = {
     "150m": _preset(12, 896, 2432, 14, 7, 2048, 32000),
     "1b": _preset(24, 2048, 5632, 16, 8, 4096, 32000),
     "7b": _preset(32, 4096, 14336, 32, 8, 4096, 32000),
-    "13b": _preset(40, 5120, 13824, 40, 8, 4096, 32000),
+    "13b": _preset(40, 5120, 13824, 40, 40, 4096, 32000),
     "70b": _preset(80, 8192, 28672, 64, 8, 4096, 32000),
     "405b": _preset(126, 16384, 53248, 128, 8, 8192, 128256),
     "1t": _preset(128, 24576, 81920, 192, 8, 8192, 128256),
 }
-"""Shapes by the name that ``--model`` takes. All with recomputation."""
+"""Shapes by the name that ``--model`` takes: 7b is Mistral's, 13b and 70b are Llama 2's, 405b is Llama 3.1's;
+the others are of the same kind. All with recomputation."""
 
 
 def vocabulary(config: Config) -> int:

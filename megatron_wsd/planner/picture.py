@@ -22,7 +22,9 @@ _WIRES = {"fp32": "#d62728", "bf16": "#e8710a", "int8": "#1f77b4", "int4": "#2ca
 
 
 def draw(plan: Plan, marked: tuple[float, ...], title: str, out: Path) -> None:
-    """Draw ``plan``, whose links are the points of the curves, into ``out`` (1800 x 780 pixels).
+    """Draw ``plan``, whose links are the points of the curves, into ``out`` (1800 x 930 pixels).
+
+    All words are beside and below the panels: wherever the curves run, they hide none and none hides them.
 
     Args:
         plan: with many links, ascending in bandwidth.
@@ -33,17 +35,19 @@ def draw(plan: Plan, marked: tuple[float, ...], title: str, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(12, 6.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot no display is looked for and nothing is kept open
     share, steps = figure.subplots(1, 2)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    _draw_share(share, plan, marked)
-    _draw_steps(steps, plan, marked)
+    _draw_share(share, plan)
+    _draw_steps(steps, plan)
     for axes in (share, steps):
         axes.set_xscale("log")
         axes.set_xlim(plan.links[0].bits_per_s / 1e9, plan.links[-1].bits_per_s / 1e9)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.set_xlabel("bandwidth of an island's link, Gbit/s")
+        for bits in marked:
+            axes.axvline(bits / 1e9, color="#bbbbbb", linewidth=1.0, zorder=1)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     temporary = out.with_suffix(".tmp.png")
@@ -51,27 +55,38 @@ def draw(plan: Plan, marked: tuple[float, ...], title: str, out: Path) -> None:
     temporary.replace(out)
 
 
-def _draw_share(axes: Axes, plan: Plan, marked: tuple[float, ...]) -> None:
+_BELOW: dict[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (0, -0.13),
+    "fontsize": 8.5,
+    "frameon": False,
+    "columnspacing": 1.2,
+    "handlelength": 1.6,
+    "borderpad": 0,
+}
+
+
+def _draw_share(axes: Axes, plan: Plan) -> None:
     x = [link.bits_per_s / 1e9 for link in plan.links]
-    for name, label, colour in _MODES:
+    # those that may lie on one line are drawn over each other, the wider below
+    for width, (name, label, colour) in zip((6.0, 3.6, 2.0, 2.0), _MODES, strict=True):
         y = [100 * getattr(link, name) for link in plan.links]
-        axes.plot(x, y, color=colour, linewidth=2.2, label=label, zorder=3)
-    axes.axhline(100 * plan.target, color="#333333", linewidth=1.0, linestyle="--", zorder=2)
-    text: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8.5, "color": "#333333"}
-    axes.text(x[-1] * 0.93, 100 * plan.target - 1.2, f"target {plan.target:.0%}", **text)
-    for bits in marked:
-        axes.axvline(bits / 1e9, color="#bbbbbb", linewidth=1.0, zorder=1)
+        axes.plot(x, y, color=colour, linewidth=width, label=label, zorder=3)
+    axes.axhline(
+        100 * plan.target, color="#333333", linewidth=1.0, linestyle="--", label=f"target {plan.target:.0%}"
+    )
     axes.set_ylim(0, 103)
     axes.set_ylabel("share of the time that trains, %")
     cut = f", {plan.fragments} fragments" if plan.fragments > 1 else ""
     axes.set_title(
         f"As configured: {plan.wire}, {plan.inner_steps} inner steps{cut}", fontsize=10, loc="left"
     )
-    axes.legend(fontsize=8.5, loc="lower right", framealpha=0.95)
+    axes.legend(ncol=2, **_BELOW)
 
 
-def _draw_steps(axes: Axes, plan: Plan, marked: tuple[float, ...]) -> None:
+def _draw_steps(axes: Axes, plan: Plan) -> None:
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     x = [link.bits_per_s / 1e9 for link in plan.links]
     factor = plan.target / (1 - plan.target) / plan.step_s
@@ -82,12 +97,8 @@ def _draw_steps(axes: Axes, plan: Plan, marked: tuple[float, ...]) -> None:
             x, [max(1.0, s / plan.step_s) for s in seconds], color=_WIRES[wire], linewidth=1.5, linestyle=":"
         )
     axes.axhspan(FEWEST, TRIED, color="#eaf3ea", linewidth=0, zorder=0)
-    axes.axhline(plan.inner_steps, color="#333333", linewidth=1.0, linestyle="--")
-    right: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 8.5, "color": "#333333"}
-    axes.text(x[-1] * 0.93, plan.inner_steps * 1.05, f"configured: {plan.inner_steps}", **right)
-    axes.text(x[-1] * 0.93, TRIED * 0.72, f"usual: {FEWEST} to {TRIED}", **(right | {"color": "#4a7a4a"}))
-    for bits in marked:
-        axes.axvline(bits / 1e9, color="#bbbbbb", linewidth=1.0, zorder=1)
+    configured = axes.axhline(plan.inner_steps, color="#333333", linewidth=1.0, linestyle="--")
+    configured.set_label(f"configured: {plan.inner_steps}")
     axes.set_yscale("log")
     axes.set_ylim(0.8, None)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
@@ -96,10 +107,11 @@ def _draw_steps(axes: Axes, plan: Plan, marked: tuple[float, ...]) -> None:
         f"Least inner steps, for {plan.target:.0%} or for the link to keep up", fontsize=10, loc="left"
     )
     grey: dict[str, Any] = {"color": "#555555"}
-    lines = [Line2D([], [], color=_WIRES[wire], linewidth=2.2, label=wire) for wire in WIRE_BYTES]
+    lines: list[Any] = [Line2D([], [], color=_WIRES[w], linewidth=2.2, label=w) for w in WIRE_BYTES]
     lines.append(Line2D([], [], linewidth=2.2, label=f"{plan.target:.0%}, waiting for rounds", **grey))
     lines.append(Line2D([], [], linewidth=1.5, linestyle=":", label="asynchronous, keeping up", **grey))
-    axes.legend(handles=lines, fontsize=8.5, loc="upper right", framealpha=0.95)
+    lines += [configured, Patch(color="#dcebdc", label=f"usual: {FEWEST} to {TRIED}")]
+    axes.legend(handles=lines, ncol=3, **_BELOW)
 
 
 def bandwidths(marked: tuple[float, ...], points: int = 121) -> tuple[float, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from megatron_wsd.config import BLOCK, Config
 from megatron_wsd.errors import ConfigError
@@ -23,6 +22,9 @@ from megatron_wsd.planner.exchange import (
 from megatron_wsd.planner.memory import Part, element_bytes, memory_parts, peak, pinned_rounding
 from megatron_wsd.planner.model import Parameter, flops_per_token, parameters_of, vocabulary
 from megatron_wsd.planner.speed import Speed, speed_of
+
+if TYPE_CHECKING:
+    from megatron_wsd.data.epochs import Passage
 
 _STREAMING_OVERLAP = 5  # Streaming DiLoCo's, where the config says none
 _SHORT_STEP_S = 0.05
@@ -71,19 +73,22 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One phase of the schedule, in completed steps and in tokens over all islands."""
+    """One phase of the schedule, in completed steps and in tokens over all islands; None where it is open."""
 
     name: str
     first: int
-    last: int
-    tokens: int
+    last: int | None
+    tokens: int | None
     rate_first: float
     rate_last: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that ``megatron-wsd plan`` tells. Bytes and seconds are those of one rank or one island."""
+    """Everything that ``megatron-wsd plan`` tells. Bytes and seconds are those of one rank or one island.
+
+    ``data`` is for whoever has the corpora at hand: `make_plan` looks at no file, and leaves it empty.
+    """
 
     islands: int
     ranks: int
@@ -106,6 +111,7 @@ class Plan:
     tokens: int | None
     warnings: list[str]
     assumed: list[str]
+    data: list[Passage] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The same as json-able data."""
@@ -229,7 +235,7 @@ def _link(config: Config, fleet: Fleet, target: float, step_s: float, link: Link
 
 
 def _phases(config: Config, tokens_per_step: int) -> list[PhasePlan]:
-    """The phases to the end; of a schedule without one, those that are planned and as much again."""
+    """The phases to the end; of a schedule without one, the last is open."""
     schedule, scheduler = config.schedule, config.deepspeed.get("scheduler", {})
     if schedule is None:
         return []
@@ -241,12 +247,15 @@ def _phases(config: Config, tokens_per_step: int) -> list[PhasePlan]:
     edges = {0, schedule.warmup_steps}
     for decay in schedule.decays:
         edges |= {decay.start, decay.end, decay.settled}
-    if schedule.end is None:
-        edges.add(2 * max(edges) or 1000)
+    starts = sorted(edges)
+    ends: list[int | None] = [*starts[1:], None]
     found = []
-    for first, last in pairwise(sorted(edges)):
-        rates = (schedule.rate(n, peak_rate) for n in (first, last - 1))
-        found.append(PhasePlan(schedule.phase(first), first, last, (last - first) * tokens_per_step, *rates))
+    for first, last in zip(starts, ends, strict=True):
+        if last is None and schedule.end is not None:
+            break  # it is over
+        rates = (schedule.rate(n, peak_rate) for n in (first, first if last is None else last - 1))
+        tokens = None if last is None else (last - first) * tokens_per_step
+        found.append(PhasePlan(schedule.phase(first), first, last, tokens, *rates))
     return found
 
 
@@ -293,6 +302,11 @@ def _assumed(config: Config, question: Question, speed: Speed, parameters: Seque
             "pinned buffers of the host have the size that they need; beside a GPU torch rounds them up by "
             f"{rounding / 1e9:.2f} GB in all, by nothing with "
             "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 (torch 2.13)"
+        )
+    if config.schedule is not None and config.schedule.end is None:
+        found.append(
+            "nothing of the length of the run, which has no end: so there are no tokens in all and no wall "
+            "time; for them, give scheduler.params a decay_start and decay_steps, say in a copy of the config"
         )
     if element_bytes(config) == 4 and question.step_s is None:
         found.append("the config trains in fp32, slower than the bf16 rate that is assumed")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from megatron_wsd.config.compare import flat
 from megatron_wsd.histories import Apart, apart
 from megatron_wsd.reporting.facts import RunFacts, read_json
-from megatron_wsd.rundir import flat
 
 
 def of_one_run(runs: Sequence[RunFacts]) -> list[RunFacts]:

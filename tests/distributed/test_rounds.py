@@ -283,6 +283,7 @@ def test_different_configs_are_refused_on_both(runner: Runner) -> None:
     results = runner.both("three_rounds", ({}, {"config": other}))
     for result in results:
         assert result["error"] == "IslandError" and "the same config" in result["text"]
+        assert "got megatron_wsd.outer.lr 0.01 and 0.02." in result["text"]
 
 
 def test_different_initial_weights_are_refused_on_both(runner: Runner) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from island_reports import report
 
-from megatron_wsd.diloco.agree import Report, combine_digests, decide, to_int64
+from megatron_wsd.diloco.agree import Report, ask_for_configs, combine_digests, decide, to_int64
 from megatron_wsd.errors import ExchangeError, IslandError
 
 
@@ -96,6 +96,30 @@ def test_islands_that_cannot_work_together_are_refused(changes: dict[str, int], 
     with pytest.raises(IslandError, match=text) as caught:
         decide([report(0), report(1, **changes)])
     assert "island 0 and island 1" in str(caught.value)
+
+
+def test_configs_that_are_told_are_compared_key_by_key() -> None:
+    configs = {
+        0: {"megatron_wsd": {"outer": {"lr": 0.01, "betas": [0.9, 0.95]}, "sync": {"wire": "fp32"}}},
+        1: {"megatron_wsd": {"outer": {"lr": 0.02, "betas": [0.9, 0.95]}}, "bf16": {"enabled": True}},
+    }
+    differ = [report(1, config=8), report(0)]
+    assert ask_for_configs(differ)
+    with pytest.raises(IslandError) as caught:
+        decide(differ, configs=configs)
+    assert str(caught.value) == (
+        "island 0 and island 1: expected the same config on all islands, got bf16.enabled (absent) and True; "
+        "megatron_wsd.outer.lr 0.01 and 0.02; megatron_wsd.sync.wire fp32 and (absent). "
+        "Only logging, checkpoints, timeouts and folders may differ."
+    )
+    with pytest.raises(ExchangeError, match=r"megatron_wsd\.outer\.lr 0\.01 and 0\.02"):
+        decide(differ, settled=True, configs=configs)
+
+
+@pytest.mark.parametrize("changes", [{"config": 7}, {"protocol": 99}, {"ranks": 4}, {"island": 0}])
+def test_configs_are_asked_for_only_where_they_differ_and_all_can_tell(changes: dict[str, int]) -> None:
+    assert report(0).config == 7
+    assert not ask_for_configs([report(0), replace(report(1), **{"config": 8, **changes})])
 
 
 def test_different_initial_weights_are_refused() -> None:

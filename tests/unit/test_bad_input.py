@@ -129,7 +129,10 @@ def test_a_wrong_config_starts_nothing(path: str, value: Any, told: str, tmp_pat
     ],
     ids=lambda v: str(v)[:20],
 )
-def test_files_that_are_not_there(path: str, value: str, told: str, tmp_path: Path) -> None:
+def test_files_that_are_not_there(
+    path: str, value: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_wsd.preflight.importlib.util.find_spec", lambda name: name)  # transformers
     config = tmp_path / "c.json"
     config.write_text(json.dumps(changed(f"megatron_wsd/data/{path}", value)))
     for command in starts(tmp_path, config):

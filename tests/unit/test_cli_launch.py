@@ -42,7 +42,6 @@ def invoke(*words: object) -> str:
         (("--islands", 2), {}, {}, "2 islands x 1 rank (1 where --ranks is not given), to step 320"),
         (("--ranks", 2), {"count": 3}, {}, "3 islands x 2 ranks, to step 320"),
         (("--islands", 2, "--ranks", 2, "--steps", 10), {}, {}, "2 islands x 2 ranks, to step 10"),
-        (("--islands", 2, "--ranks", 2, "--resume"), {}, {}, "2 islands x 2 ranks"),
     ],
 )
 def test_the_first_lines_say_how_much_is_started_and_for_how_long(
@@ -70,7 +69,7 @@ def ended(folder: Path, how: str, mode: str = "sync") -> RunDir:
     write_json_atomic(run.run_json, {**run.facts(), "config_digest": config.digest()})
     schedule = Schedule(5).with_decay(60, 20)
     sampler = MixSampler({"broad": 100}, {"stable": {"broad": 1.0}}, seed=7, islands=2).state_dict()
-    more = {"sampler": sampler, "consumed": {"drawn": {}, "until": 0}}
+    more = {"config": config.digest(), "sampler": sampler, "consumed": {"drawn": {}, "until": 0}}
     for island in range(2):
         for n in (20, 40, 60, 80):
             # In asynchronous mode one of them has come further by its own count.

@@ -132,7 +132,7 @@ def test_dry_run_prints_the_lighthouse_and_every_island_and_writes_nothing(
 ) -> None:
     flags = ("--islands", "2", "--ranks", "3", "--steps", "7", "--resume", "--script", __file__, "--dry-run")
     code, text = run("launch", *flags, "--config", config, "--run-dir", tmp_path / "a run")
-    assert code == 0
+    assert code == 2 and f"--resume: expected a run to go on with, got {tmp_path / 'a run'}" in text
     assert "--bind 127.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000" in text
     for island in (0, 1):
         assert f"# island {island}\nMEGATRON_WSD_ISLAND={island} \\\nMEGATRON_WSD_ISLANDS=2 \\\n" in text

@@ -16,6 +16,7 @@ from shipped_data import lay_data
 
 from megatron_wsd.cli.lighthouse import lighthouse_command
 from megatron_wsd.config import load_config
+from megatron_wsd.rundir import open_island
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "launch" / "examples"
@@ -149,10 +150,9 @@ def test_the_slurm_example_starts_an_island_of_all_nodes_of_the_job(checkout: Pa
     assert "--resume" not in island_of_the_config(printed, 1)
     if nodes > 1:
         assert "ranks 0-3 on node-0" in printed and "ranks 4-7 on node-1" in printed
-    begun = checkout / "state" / "island_1"
-    begun.mkdir(parents=True)
-    (begun / "metrics.jsonl").touch()
-    again = dry(checkout, "bash", str(EXAMPLES / "slurm.sbatch"), **env, RUN=str(begun.parent))
+    begun = open_island(checkout / "state", CONFIG, island=1, resume=False)
+    begun.metrics(1).touch()
+    again = dry(checkout, "bash", str(EXAMPLES / "slurm.sbatch"), **env, RUN=str(begun.path))
     assert "--resume" in island_of_the_config(again, 1), "submitted again, it goes on"
 
 
