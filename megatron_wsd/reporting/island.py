@@ -27,6 +27,7 @@ class IslandRecords:
         step, round, commit, adopt, last: the newest inner step, outer round, committed round, adoption and
             record of any kind.
         end: the ``finish`` or ``stop`` after the newest start; {} without one.
+        lighthouse: what it told last of the lighthouse, which it looks after all the time; {} if nothing.
         evals: the newest validation of the anchor, by corpus.
         fragments: the newest commit of each fragment.
         contributions: the newest committed round with a contribution, of every island.
@@ -44,6 +45,7 @@ class IslandRecords:
         self.adopt: Record = {}
         self.last: Record = {}
         self.end: Record = {}
+        self.lighthouse: Record = {}
         self.evals: dict[str, Record] = {}
         self.fragments: dict[int, Record] = {}
         self.contributions: dict[int, Record] = {}
@@ -56,7 +58,7 @@ class IslandRecords:
             if kind == "start":
                 self._times.clear()
                 self.commit_times.clear()
-                self.end, self.step, self.void_in_a_row = {}, {}, 0
+                self.end, self.step, self.lighthouse, self.void_in_a_row = {}, {}, {}, 0
             elif kind == "step":
                 self.step = record
             elif kind == "adopt":
@@ -65,6 +67,8 @@ class IslandRecords:
                 self.evals[record["corpus"]] = record
             elif kind == "event" and record.get("event") in ("finish", "stop"):
                 self.end = record
+            elif kind == "event" and record.get("event") == "lighthouse":
+                self.lighthouse = record
             elif kind == "round":
                 self._take_round(record)
             if "time" in record:

@@ -71,6 +71,8 @@ def sentences(
 
 def _rounds_and_checkpoints(record: IslandRecords, sync: dict[str, Any]) -> list[str]:
     told = []
+    if record.lighthouse.get("answers") is False:
+        told.append(f"island {record.number}: {record.lighthouse['message']}")
     if record.void_in_a_row:
         reason = record.round.get("reason") or "no reason told"
         void = f"{record.void_in_a_row} void in a row: {reason}"

@@ -287,6 +287,14 @@ def test_void_rounds_are_told_with_their_reason_and_skipped_ones_are_none(run: P
     assert found["islands"][0]["rounds_void"] == 2 and said not in found["waiting_for"]
 
 
+def test_a_lighthouse_that_is_away_is_what_the_run_waits_for(run: Path) -> None:
+    said = "the lighthouse does not answer (refused); no round can begin until it does"
+    append(run, 0, event("lighthouse", 30, NOW) | {"answers": False, "message": said})
+    assert f"island 0: {said}" in look(run, NOW + 1)["waiting_for"]
+    append(run, 0, event("lighthouse", 30, NOW + 2) | {"answers": True, "message": "it answers"})
+    assert not any("lighthouse does" in told for told in look(run, NOW + 3)["waiting_for"])
+
+
 def test_asynchronous_rounds_have_fragments_versions_and_adoptions(run: Path) -> None:
     config = {"megatron_wsd": {"sync": {"mode": "async", "inner_steps": 10}}}
     (run / "config.json").write_text(json.dumps(config))
