@@ -1,10 +1,10 @@
 """The folder of a run: what is in it, who may begin one, and who may go on with one.
 
-A folder ``RUN`` holds ``run.json`` (which run this is), ``config.json`` (the complete config the ranks
-read), ``lighthouse.log``, one ``island_<i>/`` for each island (``log.txt``, ``metrics.jsonl``,
-``checkpoints/``, and ``stop`` once it was asked to stop on other machines) and at the end ``summary.json``
-and ``run.png``. Every check comes before the first
-write, so a refused start leaves a folder as it was.
+A folder ``RUN`` holds ``run.json`` (which run this is), ``config.json`` (the complete config),
+``lighthouse.log``, one ``island_<i>/`` for each island (``config.json``, which its ranks read, ``log.txt``,
+``metrics.jsonl``, ``checkpoints/``, and ``stop`` once it was asked to stop on other machines) and at the end
+``summary.json`` and ``run.png``. Every check comes before the first write, so a refused start leaves a folder
+as it was.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class RunDir:
 
     def log(self, island: int) -> Path:
         return self.island(island) / "log.txt"
+
+    def island_config(self, island: int) -> Path:
+        """The config that the ranks of an island read: islands may differ in folders, devices and pauses."""
+        return self.island(island) / "config.json"
 
     def metrics(self, island: int) -> Path:
         return self.island(island) / "metrics.jsonl"

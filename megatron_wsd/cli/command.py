@@ -22,6 +22,7 @@ from megatron_wsd.cli.machine import (
 )
 from megatron_wsd.diloco.faults import FLAG, VARIABLE, Fault, join_faults
 from megatron_wsd.errors import ConfigError, MegatronWSDError
+from megatron_wsd.rundir import RunDir
 
 _TRAIN = Path(megatron_wsd.__file__).resolve().parent.parent / "launch" / "train.py"
 
@@ -138,7 +139,8 @@ class Island:
         # an installed package has no launch/ beside it; pdsh hands the line to a remote shell unquoted
         launch += ["--module", "megatron_wsd.train"] if script is None else []
         launch += [] if script is None else [shlex.quote(str(script)) if self.hostfile else str(script)]
-        launch += ["--config", str(self.run_dir / "config.json"), "--run-dir", str(self.run_dir)]
+        launch += ["--config", str(RunDir(self.run_dir).island_config(self.island))]
+        launch += ["--run-dir", str(self.run_dir)]
         launch += ["--steps", str(self.steps)] if self.steps is not None else []
         return launch + (["--resume"] if self.resume else [])
 

@@ -24,6 +24,7 @@ from megatron_wsd.cli.process import Guarded, StopRequest, exit_status, free_por
 from megatron_wsd.config import load_config
 from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
+from megatron_wsd.files import write_json_atomic
 from megatron_wsd.preflight import check_trainer
 from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
@@ -86,6 +87,7 @@ def island(
     run = open_island(run_dir, loaded, island=island, resume=resume)
     with held(run.island(island) / "lock", f"island {island}"):
         (run.island(island) / STOP).unlink(missing_ok=True)  # of an earlier process
+        write_json_atomic(run.island_config(island), loaded.resolved())
         raise typer.Exit(_supervise(plan, run, command))
 
 
