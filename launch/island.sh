@@ -13,7 +13,8 @@
 #   --restarts N           start a failed island again up to N times, with --resume; default 0
 #   --restart-pause-s S    wait so long before; default 30. Doubled, up to 16 times that, while it fails again
 #                          within ten minutes
-#   --dry-run              print config, ranks, addresses, environment, memory and commands; touches nothing
+#   --dry-run              print config, ranks, addresses, environment, memory, commands, and what a start would
+#                          refuse; touches nothing
 #   all other flags        are those of `megatron-wsd island`
 #
 # One lighthouse serves all islands: launch/examples has a unit for it, and examples for ssh, Slurm and Kubernetes.

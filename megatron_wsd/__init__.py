@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_wsd._rank import tell_errors
 from megatron_wsd._register import register_with_deepspeed
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["OuterLoop", "__version__", "attach"]
 
 register_with_deepspeed()
+tell_errors()
 
 
 def __getattr__(name: str) -> Any:

@@ -56,6 +56,9 @@ def prepare_data(
         table.add_row(name, f"{manifest['documents']:,}", f"{manifest['tokens']:,}", files, state)
     console = Console()
     console.print(table)
+    for name, plan in plans.items():
+        if skipped := plan.source.told_skipped():
+            console.print(f"{name}: {skipped}", soft_wrap=True, markup=False, highlight=False)
     corpora = {name: str(plan.prefix) for name, plan in plans.items()}
     console.print(f'In a config: "corpora": {json.dumps(corpora)}', soft_wrap=True, markup=False)
 

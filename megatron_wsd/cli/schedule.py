@@ -45,8 +45,8 @@ def schedule(
 
     chosen = None if at is None else positions_of(at)
     until = extent(curves, steps)
-    for note in notes:
-        typer.echo(note, err=True)
+    for note in notes:  # beside the tables, where they are read; not among rows or json
+        typer.echo(note, err=as_csv or as_json)
     if as_csv:
         _write_csv(curves, chosen, until, source.is_dir())
     elif as_json:

@@ -62,8 +62,8 @@ class Source:
         shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:_KINDS_SHOWN])
         more = f", {len(kinds) - _KINDS_SHOWN} more kinds" if len(kinds) > _KINDS_SHOWN else ""
         return (
-            f"{self.files:,} files are read (*{', *'.join(TEXT_SUFFIXES)}), "
-            f"{sum(self.skipped.values()):,} skipped: {shown}{more}"
+            f"{self.files:,} of {self.files + sum(self.skipped.values()):,} files are read "
+            f"(*{', *'.join(TEXT_SUFFIXES)}); skipped: {shown}{more}"
         )
 
 

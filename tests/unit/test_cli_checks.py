@@ -139,7 +139,7 @@ def test_files_of_other_kinds_are_counted_by_both(tmp_path: Path) -> None:
     (text / "a.txt").write_text("some text\n" * 100)
     for i in range(3):
         (text / f"{i}.html").write_text("<p>")
-    line = "corpus high_quality: 1 files are read (*.jsonl, *.md, *.py, *.txt), 3 skipped: 3 .html"
+    line = "corpus high_quality: 1 of 4 files are read (*.jsonl, *.md, *.py, *.txt); skipped: 3 .html"
     config = corpora(tmp_path, f"text:{text}")
     assert f"# {line}\n" in told(*launch(tmp_path, config, "--dry-run"))
     assert f"[launch] {line}\n" in told(*launch(tmp_path, config))

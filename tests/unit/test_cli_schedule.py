@@ -337,3 +337,16 @@ def test_a_branch_that_is_gone_or_has_lost_its_parent_is_named(tmp_path: Path) -
     result = CliRunner().invoke(app, ["schedule", str(base.path), "--csv"])
     assert result.exit_code == 0 and "branch gone" in result.stderr and "gone" not in result.stdout
     assert "bring the folder back" in run(lost.path, fails=True)
+
+
+def test_what_is_assumed_stands_where_the_numbers_are_read() -> None:
+    line = "assumed: 1 rank an island, so 8 samples a step; to say otherwise: --ranks\n"
+    config = str(TINY)
+    tables = CliRunner().invoke(app, ["schedule", config, "--islands", "2"])
+    assert tables.exit_code == 0 and tables.stdout.startswith(line) and tables.stderr == ""
+    rows = CliRunner().invoke(app, ["schedule", config, "--islands", "2", "--csv"])
+    assert rows.stderr == line and rows.stdout.startswith("step,tokens,phase,lr\n")
+    assert (
+        "assumed"
+        not in CliRunner().invoke(app, ["schedule", config, "--islands", "2", "--ranks", "2"]).output
+    )

@@ -36,6 +36,13 @@ def test_help_has_an_example_that_parses(name: str) -> None:
     command.make_context(name, rest)
 
 
+def test_the_page_names_every_command_in_its_own_words() -> None:
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| (.+) \|$", CLI_PAGE.read_text().partition("## Commands")[2], re.MULTILINE
+    )
+    assert rows == [(name, command.help.split("\n\n")[0]) for name, command in GROUP.commands.items()]
+
+
 @pytest.mark.parametrize("name", GROUP.commands)
 def test_every_argument_is_explained(name: str) -> None:
     assert [p.name for p in GROUP.commands[name].params if not p.help] == []
@@ -70,7 +77,8 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_of_the_command_has_the_exit_codes() -> None:
-    codes = re.findall(r"^\| (\S[^|]*?) \|", CLI_PAGE.read_text(), re.MULTILINE)
+    section = CLI_PAGE.read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    codes = re.findall(r"^\| (\S[^|]*?) \|", section, re.MULTILINE)
     assert codes == ["code", "---", "0", "1", "2", "128 + n"]
 
 

@@ -122,8 +122,8 @@ def test_what_a_folder_holds_besides_is_counted(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     source = open_source(f"text:{tmp_path}")
     assert source.told_skipped() == (
-        "2 files are read (*.jsonl, *.md, *.py, *.txt), "
-        "5 skipped: 2 .html, 1 .gz, 1 .txt (empty), 1 without a suffix"
+        "2 of 7 files are read (*.jsonl, *.md, *.py, *.txt); "
+        "skipped: 2 .html, 1 .gz, 1 .txt (empty), 1 without a suffix"
     )
     assert open_source(f"text:{tmp_path / 'c.html'}").told_skipped() == "", "a file by its name is read"
     (tmp_path / "a.txt").unlink()

@@ -348,6 +348,14 @@ def test_the_command_prepares_named_texts(tmp_path: Path, text: Path) -> None:
     assert _run(*arguments).output.count("up to date") == 2
 
 
+def test_the_command_says_what_it_skips(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.html", "c.html", "d.md"):
+        (tmp_path / "in" / name).write_text("x")
+    output = _run("--out", tmp_path / "out", "--text", f"mine={tmp_path / 'in'}").output
+    assert "mine: 2 of 4 files are read (*.jsonl, *.md, *.py, *.txt); skipped: 2 .html\n" in output
+
+
 def test_the_command_writes_nothing_when_one_text_is_wrong(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
     result = _run("--out", out, "--text", text, "--text", tmp_path / "nowhere")
