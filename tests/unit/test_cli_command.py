@@ -42,10 +42,10 @@ def test_the_command_is_the_real_deepspeed_with_the_complete_config_of_the_run()
     assert line[:2] == tool("deepspeed") and line[0] == sys.executable
     script = line.index(str(command_module._TRAIN))
     assert line[2:script] == ["--num_gpus", "2", "--master_port", "25001"]
-    assert line[script + 1 :] == (
-        ["--config", "/runs/a run/island_1/config.json", "--run-dir", "/runs/a run"]
-        + ["--steps", "30", "--resume"]
-    )
+    assert line[script + 1 :] == [
+        *("--config", "/runs/a run/island_1/config.json"),
+        *("--run-dir", "/runs/a run", "--steps", "30", "--resume"),
+    ]
 
 
 def test_an_installed_package_without_a_checkout_runs_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
