@@ -116,3 +116,10 @@ class ExchangeError(MegatronWSDError):
 
 class TooFewIslands(ExchangeError):
     """Nothing failed, but islands are missing without which nothing may be committed."""
+
+
+def said(error: Exception) -> str:
+    """An error in one line: those of this package speak for themselves, others with their name."""
+    if isinstance(error, MegatronWSDError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

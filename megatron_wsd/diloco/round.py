@@ -29,14 +29,14 @@ from megatron_wsd.diloco.agree import (
 from megatron_wsd.diloco.capture import Contribution
 from megatron_wsd.diloco.faults import NO_FAULTS, Faults
 from megatron_wsd.diloco.fragments import SyncPoints
+from megatron_wsd.diloco.healing import Healer
 from megatron_wsd.diloco.island import IslandGroup
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.merge import Merge, add_up, begin_merge, payload_sumsq, step_fragment
 from megatron_wsd.diloco.residence import Dock
-from megatron_wsd.diloco.snapshot import SnapshotServer, fetch
 from megatron_wsd.diloco.state import FragmentState, OuterState
 from megatron_wsd.diloco.wire import Chunk, broadcast_json, cut, gather_json
-from megatron_wsd.errors import ExchangeError, IslandError, MegatronWSDError, TooFewIslands
+from megatron_wsd.errors import ExchangeError, IslandError, TooFewIslands, said
 from megatron_wsd.optim import native, wire
 
 log = logging.getLogger(__name__)
@@ -134,17 +134,14 @@ class OuterHalf:
         self._dock = Dock(state.residence, largest)
         self._data_number, self._plan_number = data_digest, plan_digest
         self._config_number = int(config.digest()[:15], 16)
-        self._outvoted = False
         self._started = group.broadcast([time.time_ns()])[0]
-        self._server: SnapshotServer | None = None
+        self._healer = Healer(config, island, group, seat, state, faults)
         self._island_digest = 0
         self.refresh_digest()
 
     def close(self) -> None:
         """Heal nobody any more."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._healer.close()
 
     def refresh_digest(self) -> int:
         """Digest the outer state anew after it changed; equal on all ranks of the island."""
@@ -211,7 +208,7 @@ class OuterHalf:
             self._seat.vote(False)
             raise ExchangeError("withdrawn: the run is being stopped")
         if self._island in decision.healed:
-            self._note_outvoted(decision)
+            self._healer.note_outvoted(decision)
         if decision.healed:
             self._heal(decision, pending)
             result.healed, result.again = self._island in decision.healed, True
@@ -238,7 +235,7 @@ class OuterHalf:
                 ordered = self._take_order(decision, order)
             self._exchange(decision, merge, own, norms)
         except Exception as e:  # whatever goes wrong on one rank, the round is void on all
-            why = _said(e)
+            why = said(e)
             self._seat.abort()
         result.exchange_s = time.perf_counter() - began
         if not self._commit(why, merge):
@@ -253,7 +250,7 @@ class OuterHalf:
                 if own is not None:
                     self.on_commit(pending[decision.fragment])
             except Exception as e:  # the state is torn on this rank: it must be healed on all
-                why = _said(e)
+                why = said(e)
                 log.exception("the outer step failed after it was committed")
                 self.state.outer_step = -1
             self.state.residence.finish()  # whoever takes `still` next may work on another stream
@@ -278,7 +275,7 @@ class OuterHalf:
             self._faults.here("agree", self.state.outer_step)
             rows = self._seat.gather(report.numbers())
         except Exception as e:  # void on all ranks, whatever it was
-            problem = _said(e)
+            problem = said(e)
             self._seat.abort()
         if not self._group.all_agree(not problem):
             self._seat.vote(False)  # makes torchft reconfigure the group
@@ -351,63 +348,17 @@ class OuterHalf:
             offers=tuple(offers),
         )
 
-    def _note_outvoted(self, decision: Decision) -> None:
-        """A state that went wrong at an equal step is healed once; twice means broken hardware."""
-        if decision.report(self._island).outer_step < decision.outer_step:
-            return
-        if self._outvoted:
-            raise IslandError(
-                f"island {self._island}",
-                "the outer state of the majority",
-                "a different one for the second time",
-                "Suspect memory or disk of this island; restart it with --resume on other hardware.",
-            )
-        self._outvoted = True
-        log.error("outer state differs from the majority at step %d: healing", decision.outer_step)
-
     def _heal(self, decision: Decision, pending: Mapping[int, Contribution]) -> None:
-        """The leader says where its outer state can be fetched; the healed overwrite theirs with it.
+        def received() -> None:  # it may have missed the commit of what it still holds
+            for i, c in pending.items():
+                if self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
+                    self.on_commit(c)
 
-        The others go on to the next quorum, which waits for the healed: nothing changes meanwhile.
-        """
-        assert decision.source is not None
-        receiving = self._island in decision.healed
-        problem, offer = "", {}
         try:
-            if decision.source == self._island:
-                self._server = self._server or SnapshotServer(
-                    self.state, self._seat.host, self._config.sync.timeout_s, self._faults
-                )
-                offer = self._server.offer()
-            place = decision.place(decision.source)
-            offer = broadcast_json(self._seat, offer, place, receiving=decision.source != self._island)
-        except Exception as e:  # told to the other ranks, then to the other islands
-            problem = _said(e)
-            self._seat.abort()
-        if not self._group.all_agree(not problem):
-            self._seat.vote(False)
-            raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
-        if not receiving:
-            return
-        try:
-            self._faults.here("healing", decision.outer_step)
-            limits = self._config.sync.timeout_s, self._config.islands.heal_mbit_per_s
-            fetch(offer, self.state, *limits, self._seat.beat)
-            with self.state.still:
-                for i, c in pending.items():  # it may have missed the commit of what it still holds
-                    if self.state.fragments[i].taken.get(self._island, -1) >= c.cursor:
-                        self.on_commit(c)
-                self.state.residence.finish()
-            self._seat.bytes_moved += offer["bytes"]
-        except Exception as e:
-            problem = _said(e)
-        self._seat.beat(self._group.timeout_s)  # another rank may need longer, or be at it still
-        whole = self._group.all_agree(not problem)
-        if not whole:
-            self.state.outer_step = -1  # torn: it stands behind everybody until a healing succeeds
-        self.refresh_digest()
-        if not whole:
-            raise ExchangeError(f"healing: {problem or 'another rank of this island failed'}")
+            self._healer.heal(decision, received)
+        finally:
+            if self._island in decision.healed:
+                self.refresh_digest()
 
     def _take_order(self, decision: Decision, own: Order | None) -> dict[str, Any]:
         """The order of the proposer, json-able, on every rank of every island."""
@@ -474,7 +425,7 @@ class OuterHalf:
             if well and merge.radial and not native.gradient_ok(merge.merged, merge.layout.table):
                 raise ExchangeError("the merged pseudo-gradient overflows fp32")
         except Exception as e:  # a rank in trouble votes against
-            log.warning("commit failed: %s", _said(e))
+            log.warning("commit failed: %s", said(e))
             well = False
         if self._seat.usable:
             try:
@@ -487,9 +438,3 @@ class OuterHalf:
             well = False
         well = self._group.all_agree(well)
         return self._seat.vote(well)
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, MegatronWSDError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
