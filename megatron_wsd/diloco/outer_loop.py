@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,14 @@ from megatron_wsd.diloco.inner_rate import InnerRate
 from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.journal import Journal
 from megatron_wsd.diloco.local import Local
+from megatron_wsd.diloco.meeting import Meeting
 from megatron_wsd.diloco.membership import Membership
 from megatron_wsd.diloco.orders import Orders
 from megatron_wsd.diloco.residence import residence_of
 from megatron_wsd.diloco.round import OuterHalf, RoundResult
 from megatron_wsd.diloco.script import Script
 from megatron_wsd.diloco.state import OuterState, make_state
-from megatron_wsd.errors import CheckpointError, ConfigError, IslandError, MegatronWSDError, StopRequested
+from megatron_wsd.errors import CheckpointError, ConfigError, MegatronWSDError
 from megatron_wsd.metrics import Metrics, say
 from megatron_wsd.monitors import Monitors
 from megatron_wsd.schedule.deepspeed import WSD
@@ -238,47 +238,9 @@ class OuterLoop(ABC):
         half = self._joined()
         if self.script is not None:
             self.script.begin()
-        count, islands = self._address.islands, self._config.islands
-        started, told = time.monotonic(), 0.0
         taken = [f.taken.get(self.island) for f in self._state.fragments]
-        while True:
-            result = half.run_round({}, self.position)
-            self._met(result)
-            here = result.decision.islands if result.decision else (self._address.island,)
-            under_way = result.decision is not None and any(r.settled for r in result.decision.reports)
-            if result.again:  # who was healed, or has healed, meets the others once more
-                if not self._group.all_agree(not self.stop_requested()):
-                    raise StopRequested("stopped while an island was being healed")
-                continue
-            if not result.void and (len(here) == count or result.committed or under_way):
-                break
-            if not self._group.all_agree(not self.stop_requested()):
-                raise StopRequested("stopped while waiting for the other islands")
-            if result.void and result.seconds > islands.join_timeout_s:
-                started = time.monotonic()  # others are alive and have not come to their round yet
-            waited = time.monotonic() - started
-            late = self._group.broadcast([int(waited > islands.start_timeout_s)])[0]
-            missing = sorted(set(range(count)) - set(here))
-            if late and not result.void and self.outer_step > 0 and len(here) >= (islands.min_islands or 1):
-                log.warning("going on with islands %s of %d", list(here), count)
-                break
-            if late:
-                remedy = "Look at their logs, start them, or raise the timeout."
-                if result.waiting and self.outer_step > 0:
-                    remedy = (
-                        "Start them. Where they have finished, their newest anchor is the result. If they "
-                        f"are gone for good: touch {self._address.run_dir}/control/go-on, then --resume."
-                    )
-                raise IslandError(
-                    "megatron_wsd.islands.start_timeout_s",
-                    f"all {count} islands within {islands.start_timeout_s:g} s",
-                    f"none of islands {missing}" + (f" ({result.reason})" if result.void else ""),
-                    remedy,
-                )
-            if waited - told > 10 and self._group.rank == 0:
-                told = waited
-                say(f"waiting for islands {missing}")
-            time.sleep(0.5)
+        meeting = Meeting(half, self._config, self._address, self._group, lambda: self.stop_requested())
+        result = meeting.hold(lambda: self.position, self._met)
         half.settled = True
         self.last_round = result
         for f, state, before in zip(self._local.fragments, self._state.fragments, taken, strict=True):
