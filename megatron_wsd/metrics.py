@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -21,14 +22,24 @@ def say(text: str) -> None:
 
     Errors name island and rank themselves.
     """
-    island, rank = os.environ.get("MEGATRON_WSD_ISLAND"), os.environ.get("RANK", "0")
-    who = "" if island is None or text.startswith("error: ") else f"[island {island} rank {rank}] "
     # In one write: ranks share a pipe, and print writes the end of the line apart.
     try:
-        sys.stdout.write(f"megatron-wsd: {who}{text}\n")
+        sys.stdout.write(_line(text))
         sys.stdout.flush()
     except BrokenPipeError:  # the launcher is gone: what is under way is to be saved all the same
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def say_at_once(text: str) -> None:
+    """`say` for a signal handler: what it interrupts may be a print, which cannot be entered twice."""
+    with contextlib.suppress(OSError):
+        os.write(1, _line(text).encode())
+
+
+def _line(text: str) -> str:
+    island, rank = os.environ.get("MEGATRON_WSD_ISLAND"), os.environ.get("RANK", "0")
+    who = "" if island is None or text.startswith("error: ") else f"[island {island} rank {rank}] "
+    return f"megatron-wsd: {who}{text}\n"
 
 
 def set_up_logging(island: str, rank: int) -> None:

@@ -22,7 +22,7 @@ from megatron_wsd.diloco.watch import LossWatch
 from megatron_wsd.errors import GaveUp, MegatronWSDError, NotFiniteError, StopRequested
 from megatron_wsd.fallback import refuse_unhealed, whole_start
 from megatron_wsd.lineage import Parent
-from megatron_wsd.metrics import say, set_up_logging
+from megatron_wsd.metrics import say, say_at_once, set_up_logging
 from megatron_wsd.models.utilisation import Window, peak_tflops, utilisation, was_clipped
 from megatron_wsd.monitors import finish_monitors, monitors_of
 from megatron_wsd.preflight import check_trainer
@@ -111,6 +111,8 @@ class Trainer:
         return stop_at is not None and self.outer.position >= stop_at
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if not self._stop_requested and self.rank == 0:
+            say_at_once(f"{signal.Signals(number).name}: stops after this step, or round, and saves")
         self._stop_requested = True
 
     def _asked_to_stop(self) -> bool:
@@ -118,7 +120,7 @@ class Trainer:
 
         A shared disk that is away for a moment says that there is none (`Path.exists` would raise).
         """
-        return self._stop_requested or (self.rank == 0 and os.path.exists(self.folder / STOP))
+        return self._stop_requested or os.path.exists(self.folder / STOP)
 
     # ---- set-up, in the order in which things can be wrong ----
 

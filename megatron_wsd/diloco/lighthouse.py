@@ -11,8 +11,15 @@ from urllib.parse import urlsplit
 from megatron_wsd.errors import IslandError
 
 
-def check_lighthouse(address: str, timeout_s: float = 10.0) -> None:
+def check_lighthouse(
+    address: str, timeout_s: float = 10.0, stopping: Callable[[], bool] = lambda: False
+) -> None:
     """Fail within seconds, and say why, when no lighthouse listens.
+
+    Args:
+        address: of the lighthouse.
+        timeout_s: how long it is asked again and again.
+        stopping: ends that early.
 
     Raises:
         IslandError: nothing answers at ``address`` for ``timeout_s`` seconds, or it is no address.
@@ -23,11 +30,11 @@ def check_lighthouse(address: str, timeout_s: float = 10.0) -> None:
     end = time.monotonic() + timeout_s
     while True:
         try:
-            left_s = max(0.1, end - time.monotonic())
+            left_s = min(5.0, max(0.1, end - time.monotonic()))
             socket.create_connection((parts.hostname, parts.port), timeout=left_s).close()
             return
         except OSError as e:
-            if time.monotonic() > end:
+            if time.monotonic() > end or stopping():
                 raise IslandError(
                     "--lighthouse",
                     "a torchft lighthouse that answers",

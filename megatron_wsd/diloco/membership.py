@@ -8,6 +8,7 @@ two islands that stand at the same step with different contents (see `round`).
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import contextlib
 import logging
 import os
@@ -26,9 +27,11 @@ from megatron_wsd.diloco.island import IslandAddress, IslandGroup
 from megatron_wsd.diloco.lighthouse import LighthouseWatch, check_lighthouse
 from megatron_wsd.diloco.roll_call import RollCall
 from megatron_wsd.diloco.watch import HangWatch
-from megatron_wsd.errors import ExchangeError, GaveUp, IslandError
+from megatron_wsd.errors import ExchangeError, GaveUp, IslandError, TooFewIslands
 
 log = logging.getLogger(__name__)
+_WITHDRAWN = "withdrawn: the run is being stopped, and the lighthouse does not answer"
+_LOOK_S = 2.0  # between two looks at whether it is still worth waiting for a quorum
 
 
 def _no_transport() -> Any:
@@ -118,6 +121,8 @@ class Membership:
         watch: ends this process if the outer half stands still.
         lighthouse: tells when it does not answer; to be started by whoever wants to be told.
         roll: which islands have to be there.
+        stopping: asked whether the run is to be stopped, on every rank; if so nobody waits for a lighthouse
+            that does not answer.
 
     Raises:
         IslandError: the lighthouse does not answer.
@@ -137,6 +142,7 @@ class Membership:
         self.watch = HangWatch(
             islands.hang_timeout_s or 2 * (islands.join_timeout_s + islands.heartbeat_timeout_s)
         )
+        self.stopping: Callable[[], bool] = lambda: False
         self.roll = RollCall(group, islands.min_islands or 1)
         check_lighthouse(address.lighthouse)
         # Not that of the store: an island may have other machines than the one that launches it.
@@ -209,6 +215,7 @@ class Membership:
         self._group.barrier()
         self._answer = _Remembered(self._manager._client)
         self._manager._client = self._answer
+        self._manager.wait_quorum = self._wait_quorum
 
     def start_round(self, step: int) -> None:
         """Take part in the next quorum; waits for every live island, up to ``join_timeout_s``.
@@ -238,6 +245,21 @@ class Membership:
             self._rebuild()
             raise ExchangeError("the lighthouse was restarted, and the islands have not found each other yet")
 
+    def _wait_quorum(self) -> None:
+        """As torchft does, but not for a lighthouse that is gone when the run is to be stopped."""
+        future = self._manager._quorum_future
+        while not futures.wait([future], timeout=_LOOK_S).done:
+            if self.stopping() and self._lighthouse_is_gone():
+                raise TooFewIslands(_WITHDRAWN)
+        future.result()
+
+    def _lighthouse_is_gone(self) -> bool:
+        try:
+            check_lighthouse(self._address.lighthouse, _LOOK_S)
+        except IslandError:
+            return True
+        return False
+
     def _newborn(self) -> bool:
         """Whether another lighthouse than before has answered."""
         quorum = self._answer.quorum
@@ -265,10 +287,13 @@ class Membership:
         self.beat()  # the quorum may have waited as long as it may, and so may what follows
         why = ""
         try:
-            check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s)
+            check_lighthouse(self._address.lighthouse, self._config.islands.join_timeout_s, self.stopping)
         except IslandError as e:
             why = str(e.got)
-        if not self._group.all_agree(not why):
+        there = self._group.all_agree(not why)
+        if not there and not self._group.all_agree(not self.stopping()):
+            raise TooFewIslands(_WITHDRAWN)
+        if not there:
             raise GaveUp(
                 "megatron_wsd.islands.join_timeout_s",
                 f"a lighthouse that answers within {self._config.islands.join_timeout_s:g} s",
@@ -346,4 +371,5 @@ class Membership:
         self.lighthouse.stop()
         with contextlib.suppress(Exception):
             self._pg.abort()
-        self._manager.shutdown(wait=False)
+        with contextlib.suppress(Exception):  # after a failed quorum it was shut down before
+            self._manager.shutdown(wait=False)

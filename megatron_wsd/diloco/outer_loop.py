@@ -197,6 +197,7 @@ class OuterLoop(ABC):
         if self._half is None:
             group = self._round_group()
             self._seat = Membership(self._address, group, self._config)
+            self._seat.stopping = lambda: self.stop_requested()
             if self._address.run_dir is not None:
                 self._seat.roll.consent = self._address.run_dir / "control" / "go-on"
             if self._resumed_with:
