@@ -109,6 +109,8 @@ def _await_lighthouse(who: str, address: str, patience_s: float) -> None:
     while True:
         try:
             socket.create_connection(lighthouse_host_port(address), timeout=_LIGHTHOUSE_WAIT_S).close()
+            if told:
+                say(who, f"the lighthouse answers after {time.monotonic() - began:.0f} s")
             return
         except OSError as e:
             if time.monotonic() > deadline:

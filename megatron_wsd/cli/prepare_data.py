@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from megatron_wsd.data.corpus import BUILTIN_CORPORA
-from megatron_wsd.data.prepare import plan_corpus, write_corpus
+from megatron_wsd.data.prepare import plan_corpus, told_foreign, write_corpus
 from megatron_wsd.data.tokenizer import load_tokenizer
 from megatron_wsd.errors import DataError
 
@@ -49,13 +49,18 @@ def prepare_data(
     for column in table.columns[1:3]:
         column.justify = "right"
     table.columns[3].overflow = "fold"  # a path that is cut short is no path
+    foreign: dict[str, str] = {}
     for name, plan in plans.items():
         manifest, written = write_corpus(plan)
+        foreign[name] = told_foreign(manifest)
         files = escape(f"{plan.prefix}.bin .idx .json")
         state = "written" if written else "up to date"
         table.add_row(name, f"{manifest['documents']:,}", f"{manifest['tokens']:,}", files, state)
     console = Console()
     console.print(table)
+    for name, line in foreign.items():
+        if line:
+            console.print(f"{name}: {line}", soft_wrap=True, markup=False, highlight=False)
     for name, plan in plans.items():
         if skipped := plan.source.told_skipped():
             console.print(f"{name}: {skipped}", soft_wrap=True, markup=False, highlight=False)

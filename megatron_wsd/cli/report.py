@@ -37,7 +37,8 @@ def report(
         raise ConfigError("--out", "a folder that is there", str(out.parent), "Make it first.")
     for folder in (run_dir, *others):
         if not writer.has_steps(folder):
-            raise ConfigError("RUN", "a run folder in which steps are logged", f"{folder}, which has none")
+            which = "RUN" if folder == run_dir else "--compare"
+            raise ConfigError(which, "a run folder in which steps are logged", f"{folder}, which has none")
     if out is None:
         writer.write(run_dir)
         return

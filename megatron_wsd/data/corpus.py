@@ -171,17 +171,25 @@ def _jsonl(name: str, path: Path) -> Documents:
                 record = json.loads(line)
             except ValueError as error:
                 raise DataError(
-                    f"{path}:{number}", "a json object", str(error), "Repair or delete this line."
+                    f"{path}:{number}", "a json object", _where(error), "Repair or delete this line."
                 ) from error
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
-                got = f"the keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
+                got = type(record).__name__
+                if isinstance(record, dict):
+                    there = "text" in record
+                    got = f'"text": {json.dumps(text)[:40]}' if there else f"the keys {sorted(record)}"
                 raise DataError(
                     f"{path}:{number}", 'an object with a string "text"', got, 'Put the text under "text".'
                 )
             if text:
                 # json can spell lone surrogates, which have no UTF-8 form.
                 yield f"{name}:{number}", text.encode("utf-8", errors="replace")
+
+
+def _where(error: ValueError) -> str:
+    """What is wrong with a line of json, without the number of a line, which is that of the file."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _walk(

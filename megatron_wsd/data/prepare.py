@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -31,6 +32,7 @@ from megatron_wsd.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_ide
 from megatron_wsd.errors import DataError
 
 FORMAT = 1  # goes up when the same documents would give other tokens
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _QUIET_S = 2.0  # a bar only for what takes longer
 
 
@@ -133,9 +135,10 @@ def write_corpus(plan: Plan) -> tuple[dict[str, Any], bool]:
     except OSError as error:
         raise DataError(
             str(plan.prefix),
-            "a folder with room for the tokens",
+            "a folder that takes the tokens",
             f"{error.strerror or error} ({error.filename or plan.prefix.parent})",
-            "Free some space or give another folder; files that were there before are as they were.",
+            ("Free some space or give" if error.errno in _NO_ROOM else "Give")
+            + " another folder; files that were there before are as they were.",
         ) from error
 
 
@@ -215,12 +218,43 @@ def _refuse_conflict(plan: Plan) -> None:
         )
 
 
+class Foreign:
+    """Documents that are no UTF-8 text, or hold zero bytes, as UTF-16 does: hardly what is meant.
+
+    Attributes:
+        documents: how many.
+        first: name of the first.
+    """
+
+    def __init__(self) -> None:
+        self.documents, self.first = 0, ""
+
+    def add(self, name: str, data: bytes) -> None:
+        """Look at one."""
+        try:
+            data.decode("utf-8")
+            fine = b"\0" not in data
+        except UnicodeDecodeError:
+            fine = False
+        if not fine:
+            self.documents, self.first = self.documents + 1, self.first or name
+
+
+def told_foreign(manifest: Mapping[str, Any]) -> str:
+    """What to say of documents of a corpus that are no UTF-8 text; nothing without any."""
+    count, first = manifest.get("not_utf8", (0, ""))
+    if not count:
+        return ""
+    share = f"{count:,} of {manifest['documents']:,} documents"
+    return f"{share} are no UTF-8 text, the first {first}: their bytes are taken as they are"
+
+
 def _write_locked(plan: Plan) -> dict[str, Any]:
     indexed = megatron_indexed_dataset()
     tokenizer, hasher = plan.tokenizer, SourceHasher()
     dtype = indexed.DType.optimal_dtype(tokenizer.vocab_size)
     partial = Path(f"{plan.prefix}.partial")  # the lock makes one name enough; leftovers are overwritten
-    tokens, max_id = 0, 0
+    tokens, max_id, foreign = 0, 0, Foreign()
     try:
         builder = indexed.IndexedDatasetBuilder(str(bin_path(partial)), dtype=dtype)
         with contextlib.ExitStack() as stack:
@@ -228,6 +262,7 @@ def _write_locked(plan: Plan) -> dict[str, Any]:
             documents = plan.source.read()
             for name, data in _with_bar(documents, f"writing {plan.prefix.name}", plan.digest.num_bytes):
                 hasher.add(name, data)
+                foreign.add(name, data)
                 ids = np.append(tokenizer.encode(data).astype(dtype), dtype(tokenizer.eod))
                 builder.add_document(ids, [ids.size])
                 tokens += ids.size
@@ -248,6 +283,7 @@ def _write_locked(plan: Plan) -> dict[str, Any]:
             "source_bytes": plan.digest.num_bytes,
             "tokens": tokens,
             "max_token_id": max_id,
+            "not_utf8": [foreign.documents, foreign.first],
             "bin_bytes": bin_path(partial).stat().st_size,
             "idx_bytes": idx_path(partial).stat().st_size,
         }

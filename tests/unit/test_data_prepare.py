@@ -94,10 +94,13 @@ def test_the_help_topics_are_sorted() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "good"}\n{"text": \n', r"bad\.jsonl:2: expected a json object"),
+        (
+            b'{"text": "good"}\n{"text": \n',
+            r"bad\.jsonl:2: expected a json object, got Expecting value at column",
+        ),
         (b'{"content": "x"}\n', r"bad\.jsonl:1: .* got the keys \['content'\]"),
         (b'["x"]\n', r"bad\.jsonl:1: .* got list"),
-        (b'{"text": 3}\n', r'bad\.jsonl:1: expected an object with a string "text"'),
+        (b'{"text": 3}\n', r'bad\.jsonl:1: expected an object with a string "text", got "text": 3'),
         (b"\n\n", "no text in any of its files"),
     ],
 )
@@ -354,6 +357,23 @@ def test_the_command_says_what_it_skips(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_text("x")
     output = _run("--out", tmp_path / "out", "--text", f"mine={tmp_path / 'in'}").output
     assert "mine: 2 of 4 files are read (*.jsonl, *.md, *.py, *.txt); skipped: 2 .html\n" in output
+
+
+@pytest.mark.parametrize("content", ["größer".encode("latin-1"), "more".encode("utf-16"), b"a\0b"])
+def test_the_command_says_which_text_is_no_utf8(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("größer", encoding="utf-8")
+    (tmp_path / "in" / "b.txt").write_bytes(content)
+    flags = "--out", tmp_path / "out", "--text", f"mine={tmp_path / 'in'}"
+    for _ in range(2):  # also when nothing is written any more
+        told = "mine: 1 of 2 documents are no UTF-8 text, the first b.txt: their bytes are taken as they are"
+        assert told in _run(*flags).output
+
+
+def test_an_out_that_is_no_folder_is_not_a_matter_of_space(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "file").touch()
+    result = _run("--out", tmp_path / "file", "--text", text)
+    assert isinstance(result.exception, DataError) and "Free some space" not in str(result.exception)
 
 
 def test_the_command_writes_nothing_when_one_text_is_wrong(tmp_path: Path, text: Path) -> None:
