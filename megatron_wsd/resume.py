@@ -20,7 +20,7 @@ from megatron_wsd.control import Order, as_typed
 from megatron_wsd.curves import of_config
 from megatron_wsd.data.sampler import resized
 from megatron_wsd.diloco.fragments import SyncPoints
-from megatron_wsd.errors import CheckpointError, ScheduleError
+from megatron_wsd.errors import CheckpointError, ConfigError, ScheduleError
 from megatron_wsd.lineage import Parent, decay_of_branch
 from megatron_wsd.rundir import RunDir
 from megatron_wsd.schedule.front import in_own_units
@@ -195,6 +195,7 @@ def plan_change(run_dir: Path, config: Config) -> Change | None:
 
     Raises:
         CheckpointError: there is no checkpoint to go on from.
+        ConfigError: the run is over.
     """
     run = RunDir(run_dir.absolute())
     try:
@@ -225,7 +226,15 @@ def plan_change(run_dir: Path, config: Config) -> Change | None:
         )
     leaders = {i: s for i, s in enumerate(sources[:now]) if s is not None and s.outer_step == lead}
     outer = [s.outer() for s in leaders.values()]
-    position = max(Standing.read(s.folder, config).committed for s in leaders.values())
+    ahead = max((Standing.read(s.folder, config) for s in leaders.values()), key=lambda s: s.committed)
+    position, end = ahead.committed, ahead.plan.schedule.end
+    if end is not None and position >= end:
+        raise ConfigError(
+            "--islands",
+            f"{was}, as the run has, which is over: its schedule ended at step {end}",
+            now,
+            "To train on, branch off an earlier checkpoint.",
+        )
     if eras[-1] == {**eras[-1], "islands": now, "config_digest": digest}:
         return Change(was, now, position, eras)
     taken = [_committed(outer[0]["counters"], i) for i in range(max(count, now))]

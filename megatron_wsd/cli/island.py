@@ -26,6 +26,7 @@ from megatron_wsd.diloco.faults import Fault
 from megatron_wsd.errors import ConfigError, IslandError, MegatronWSDError
 from megatron_wsd.files import write_json_atomic
 from megatron_wsd.preflight import check_trainer
+from megatron_wsd.reporting.island import IslandRecords
 from megatron_wsd.rundir import STOP, RunDir, held, holder, open_island
 
 _LIGHTHOUSE_WAIT_S = 5.0  # an island may be started just before its lighthouse
@@ -163,10 +164,18 @@ def _supervise(plan: Island, run: RunDir, command: list[str]) -> int:
     if status == 0 and reader.clean_exits < plan.ranks:
         # deepspeed's runner exits 0 when its own child, the launcher of the ranks, is killed
         status = 128 + signal.SIGKILL
+    if status == 0 and plan.script is not None and not _told_its_end(run, plan.island):
+        say(who, "the script ended without outer.close(): `status` takes the island for lost")
     # What is started by `launch` is told there, when all has ended.
     if status and not stop.count and holder(run.path / "launch.lock") != os.getppid():
         typer.echo("\n".join(failure(plan.island, status, run.log(plan.island))), err=True)
     return status
+
+
+def _told_its_end(run: RunDir, island: int) -> bool:
+    records = IslandRecords(island, run.island(island))
+    records.read()
+    return bool(records.end)
 
 
 def _serve_store(host: str, listener: socket.socket) -> object:

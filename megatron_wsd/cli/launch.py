@@ -88,7 +88,8 @@ def launch(
         raise ConfigError("--override", "--resume with it", "a new run", "Write the value into the config.")
     found = before_launch(loaded, plans, resize=islands is not None, order=order)
     if dry_run:
-        typer.echo("\n".join([f"# {essentials}", *preamble(loaded, plans, local=True)]))
+        change = [] if found.change is None else [f"# {found.change.told(loaded)}"]
+        typer.echo("\n".join([f"# {essentials}", *change, *preamble(loaded, plans, local=True)]))
         typer.echo(f"# lighthouse\n{shlex.join(lighthouse_command(loaded.islands, _DRY_ADDRESS))}")
         for plan in plans:
             typer.echo("\n".join([f"# island {plan.island}", *dry_lines(plan, free_port())]))
@@ -100,10 +101,11 @@ def launch(
     if script is not None and compiles_adam(loaded):
         say("launch", "on a CPU DeepSpeed compiles its Adam first, for minutes and without a word;")
         say("launch", '"torch_adam": true in optimizer.params takes torch\'s, which needs no compiler')
-    stop, change, order = StopRequest(), found.change, found.order
-    run = open_run(run_dir, loaded, resume=resume, eras=None if change is None else change.eras)
-    if change is not None:
-        say("launch", change.told(loaded))
+    stop, order, eras = StopRequest(), found.order, None
+    if found.change is not None:
+        eras = found.change.eras
+        say("launch", found.change.told(loaded))
+    run = open_run(run_dir, loaded, resume=resume, eras=eras)
     with held(run.path / "launch.lock", "launch"):
         if order is not None:
             ControlFolder(run.path).propose(order)

@@ -151,6 +151,7 @@ class Decoupled(OuterLoop):
             if f.flight is not None and ripe and all(r[4 + i] != _NOTHING for r in rows):
                 adopted.append(i)
                 self._adopt(i)
+        self._journal.note_ahead(self._position - rows[0][1], self._config.sync.inner_steps, self.inner_step)
         self._position = max(self._position, rows[0][1])
         if adopted:
             self._orders.carry_out(self._position, min(r[3] for r in rows), self.inner_step)

@@ -25,6 +25,7 @@ class Journal:
     def __init__(self, metrics: Metrics, islands: int, state: OuterState) -> None:
         self._metrics, self._state = metrics, state
         self._here = tuple(range(islands))
+        self._standing = False
 
     def note(self, result: RoundResult, inner_step: int) -> None:
         """Record one round that was not void."""
@@ -67,6 +68,19 @@ class Journal:
             step: inner step of this island at which it obeys.
         """
         self._metrics.event("order", step, f"step {entry['step']}: {told(entry)}")
+
+    def note_ahead(self, ahead: int, least: int, step: int) -> None:
+        """Record, once each time, that the schedule stands until as much is committed as it has counted on.
+
+        Args:
+            ahead: steps of the run by which the schedule is further than what is known now.
+            least: from which on it is told: a few are usual, as islands differ in speed.
+            step: inner step of the island.
+        """
+        if ahead >= least and not self._standing:
+            why = "islands that it counted on have committed less; it goes on when that is made up"
+            self._event("schedule", step, f"the rate stays where it is for {ahead} steps of the run: {why}")
+        self._standing = ahead > 0 and (self._standing or ahead >= least)
 
     def _event(self, event: str, step: int, what: str, **fields: Any) -> None:
         """One that is told with the step of the run at which it happened."""

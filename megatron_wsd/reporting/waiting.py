@@ -10,6 +10,7 @@ from typing import Any
 from megatron_wsd.records import Record
 from megatron_wsd.reporting.island import QUIET_S, IslandRecords
 
+_NOT_COMING = ("stopped", "failed", "lost", "absent")
 _LATE = 3  # usual gaps between two commits, after which the next one is late
 
 
@@ -44,7 +45,11 @@ def sentences(
                 f"the run is over ({_names(over)} finished): nobody is left for island {number} to meet"
             )
         elif state == "starting" and record is not None and record.waits:
-            waiting.append(f"island {number}: it has begun, and waits for the others or its first step")
+            away = [f"{i['island']} ({i['state']})" for i in islands if i["state"] in _NOT_COMING]
+            others = f"island{'s' * (len(away) > 1)} {', '.join(away)}: start with --resume" if away else ""
+            waiting.append(
+                f"island {number}: it has begun, and waits for {others or 'the others or its first step'}"
+            )
         elif state == "starting":
             waiting.append(f"island {number}: it is starting, and has recorded nothing yet")
         elif state == "failed":

@@ -50,6 +50,7 @@ class Job:
         history: Any = None,
         run: Any = None,
         position: int | None = None,
+        schedule: Schedule | None = None,
     ) -> Path:
         """A checkpoint as an island would write it, in whatever era the run is.
 
@@ -64,7 +65,7 @@ class Job:
             run,
             island,
             step,
-            Schedule(5),
+            schedule or Schedule(5),
             position=position,
             outer_step=outer_step,
             taken=taken,
@@ -227,6 +228,17 @@ def test_nothing_but_the_number_may_change_and_only_on_purpose(tmp_path: Path) -
         open_run(job.run.path, job.config(3), resume=True, eras=change.eras)
     assert job.run.run_json.read_bytes() == before
     assert plan_change(tmp_path / "nowhere", job.config(3)) is None
+
+
+def test_a_run_that_is_over_keeps_its_islands(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for i in range(2):
+        job.save(i, 120, 12, {0: 120, 1: 120}, schedule=Schedule(5).with_decay(100, 20))
+    before = job.run.run_json.read_bytes()
+    with pytest.raises(ConfigError, match=r"--islands: expected 2, .* its schedule ended at step 120"):
+        plan_change(job.run.path, job.config(3))
+    done = CliRunner().invoke(app, ["resize", str(job.run.path), "--islands", "3"])
+    assert done.exit_code == 2 and job.run.run_json.read_bytes() == before
 
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path) -> None:

@@ -251,6 +251,13 @@ def test_an_island_that_is_started_after_the_run_is_over_does_not_make_it_go_on(
     assert found["notes"] == [over] and f"note       {over}" in shown(found, 200)
 
 
+def test_who_waits_says_for_whom(run: Path) -> None:
+    append(run, 1, event("stop", 21, NOW))
+    append(run, 0, event("stop", 21, NOW), start(NOW + 1, 20))
+    said = "island 0: it has begun, and waits for island 1 (stopped): start with --resume"
+    assert said in look(run, NOW + 2)["waiting_for"]
+
+
 def test_slow_rounds_are_not_silence(run: Path) -> None:
     """200 s between records is usual for this run, so 400 s are borne and 700 s are not."""
     for island in (0, 1):
