@@ -134,10 +134,23 @@ def _draw_loss(axes: Axes, islands: dict[int, list[Record]], asynchronous: bool)
         if corpus in entropy:
             label = f"unigram entropy of {corpus} ({entropy[corpus]:.3f})"
             axes.axhline(entropy[corpus], color=colour, linestyle="--", linewidth=1.0, label=label)
+    _draw_mixes(axes, islands)
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, loc="upper right", framealpha=0.9)
+
+
+def _draw_mixes(axes: Axes, islands: dict[int, list[Record]]) -> None:
+    """Where the first of the islands went over to another mix: other data have another loss."""
+    switched: dict[str, int] = {}
+    for records in islands.values():
+        for record in of_kind(records, "event"):
+            if record.get("event") == "mix":
+                told = str(record.get("message", "")).partition(": ")[2] or "another data mix"
+                switched[told] = min(position(record), switched.get(told, position(record)))
+    for told, step in switched.items():
+        axes.axvline(step, color="#666666", linestyle="-.", linewidth=1.0, label=f"{told} (step {step})")
 
 
 def _draw_rate(axes: Axes, islands: dict[int, list[Record]], spans: list[tuple[str, int, int]]) -> None:
@@ -215,6 +228,8 @@ def _draw_bytes(axes: Axes, per_island: dict[int, list[Record]]) -> None:
         total += count
         x.append(step)
         y.append(total)
+    x.append(axes.get_xlim()[1])  # the bytes of the last round, which may be the end of the run
+    y.append(total)
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     scale, unit = next(((size, name) for size, name in units if total >= size), (1.0, "bytes"))
     axes.fill_between(x, [v / scale for v in y], step="post", color="#777777", alpha=0.15, linewidth=0)

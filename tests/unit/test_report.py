@@ -203,8 +203,10 @@ def test_the_picture_has_the_marks_of_the_run(run: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1]
     )
+    with (run / "island_0" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event(31, "mix") | {"message": "step 31: data mix is now 'late'"}) + "\n")
     report.draw(run, run / "run.png")
-    loss, rate, rounds, _ = figures[0].axes
+    loss, rate, rounds, exchanged = figures[0].axes
     assert [t.get_text() for t in loss.get_legend().get_texts()] == [
         "island 0, training",
         "island 1, training",
@@ -212,10 +214,16 @@ def test_the_picture_has_the_marks_of_the_run(run: Path, monkeypatch: pytest.Mon
         "unigram entropy of broad (3.000)",
         "anchor, validation on high_quality (last 2.950)",
         "unigram entropy of high_quality (2.900)",
+        "data mix is now 'late' (step 31)",
     ]
     assert {t.get_text() for t in rate.texts} == {"warmup", "stable", "decay"}
     marks = [t.get_text() for t in rounds.get_legend().get_texts()]
     assert marks == ["4 outer rounds:", "committed", "void", "healed"]
+    (area,) = exchanged.collections
+    total = report.summarise(run)["bytes_exchanged"]
+    unit = {"bytes": 1.0, "kB": 1e3, "MB": 1e6}[exchanged.get_ylabel().split()[-1]]
+    whole = [x for x, y in area.get_paths()[0].vertices if y == pytest.approx(total / unit)]
+    assert max(whole) > min(whole) == 40  # the bytes of the last round are seen
 
 
 def test_the_smoothed_curve_keeps_a_straight_line_and_its_ends() -> None:
