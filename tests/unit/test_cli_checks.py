@@ -285,6 +285,8 @@ def test_the_loopback_is_no_network_of_several_machines(tmp_path: Path, hosts: P
 def test_devices_of_other_machines_are_not_those_of_this_one(
     tmp_path: Path, hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS"):  # which an import of DeepSpeed may have set
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command_module, "visible_cuda_devices", list)
     words = list(island(tmp_path, TINY, "--hostfile", hosts, "--dry-run"))
     words[words.index("http://127.0.0.1:29510")] = "http://10.8.0.1:29510"

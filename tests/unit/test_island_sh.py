@@ -114,7 +114,9 @@ def test_wrong_flags_of_island_sh(flags: list[str], says: str) -> None:
     assert done.returncode == 2 and says in done.stderr
 
 
-def test_island_sh_dry_run_on_several_machines(tmp_path: Path) -> None:
+def test_island_sh_dry_run_on_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS"):  # which an import of DeepSpeed may have set
+        monkeypatch.delenv(name, raising=False)
     flags = [
         "--island",
         "1",
