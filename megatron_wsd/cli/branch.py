@@ -131,7 +131,7 @@ def lineage(run_dir: Annotated[Path, typer.Argument(help="Any run of the family.
     from megatron_wsd.report import has_steps, summarise
 
     def label(run: RunDir, name: str, origin: str) -> str:
-        mark = " [bold]<[/bold]" if run.path == run_dir.absolute() else ""
+        mark = " [bold]<- this run[/bold]" if run.path == run_dir.absolute() else ""
         if not run.run_json.is_file():
             return f"{name}{origin}: [red]{run.path} is gone[/red]"
         if not has_steps(run.path):
